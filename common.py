@@ -1,0 +1,1102 @@
+"""What every method script shares: data, partitions, augmentation, seeding, run files and process ranks.
+
+Nothing that a reader would look for in a paper stands here: losses, pseudo-labels, aggregation, the local
+loop and evaluation are in the method scripts. Functions take plain values, never a parsed command line.
+"""
+
+import argparse
+import contextlib
+import csv
+import difflib
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torchvision.datasets import CIFAR10, CIFAR100, SVHN, FashionMNIST
+from torchvision.datasets.utils import download_url
+
+
+class UserError(Exception):
+    """The user's mistake or a missing file: one line on stderr, exit status 2."""
+
+
+class Stopped(Exception):
+    """The run cannot go on (diverged, a rank lost): one line on stderr, exit status 1; the checkpoint stays."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Command line and seeding
+# ---------------------------------------------------------------------------------------------------------------
+
+class Parser(argparse.ArgumentParser):
+    """argparse that reports a mistake in one line and takes no abbreviated flags."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def error(self, message):
+        raise UserError(message)
+
+
+def number(kind, low, high=math.inf, open_low=False):
+    """An argparse type: an int or a finite float in [low, high], or (low, high] with open_low."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
+            bracket = "(" if open_low else "["
+            word = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {word} in {bracket}{low}, {high}{')' if math.isinf(high) else ']'}")
+        return value
+    return parse
+
+
+def concentration(text):
+    """An argparse type for a Dirichlet concentration: a number in [0.001, 1e6], or inf (i.i.d.)."""
+    return math.inf if text.strip().lower() in ("inf", "infinity") else number(float, 0.001, 1e6)(text)
+
+
+def stream(seed, *names):
+    """The named random stream of a seed: stream(1, "client", 12, 3) depends on nothing that was drawn before."""
+    words = np.frombuffer(hashlib.sha256("/".join(map(str, names)).encode()).digest(), np.uint32)
+    return np.random.default_rng([seed, *words.tolist()])
+
+
+def to_device(array, device):
+    """A NumPy array as a tensor on the device; to a GPU through pinned memory, without waiting for the copy."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def launch(main):
+    """Run a script's main() and turn its end into the exit status: 0, 1, 2 the user's mistake, 130 interrupted."""
+    def terminate(*_):
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, terminate)
+    rank = int(os.environ.get("RANK", 0))
+    where = f"rank {rank}: " if rank else ""
+    try:
+        main()
+        status = 0
+    except UserError as error:
+        if rank == 0 or dist.is_initialized():       # all ranks read the same command line: one of them complains
+            print(f"{where}error: {error}", file=sys.stderr)
+        status = 2
+    except Stopped as error:
+        print(f"{where}error: {error}", file=sys.stderr)
+        status = 1
+    except KeyboardInterrupt:
+        status = 130
+    sys.stdout.flush()
+    if dist.is_initialized():
+        if status:                                   # other ranks may be gone: leave without waiting for them
+            sys.stderr.flush()
+            os._exit(status)
+        dist.destroy_process_group()
+    sys.exit(status)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Devices and process ranks
+# ---------------------------------------------------------------------------------------------------------------
+
+def choose_device(text, local_rank=0):
+    """`auto`, `cpu`, `mps`, `cuda` or `cuda:N` as a torch.device that exists on this machine."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    mps = torch.backends.mps.is_available()
+    name = text.strip().lower()
+    if name == "auto":
+        name = "cuda" if gpus else "mps" if mps else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
+        raise UserError(f"--device {text}: expected auto, cpu, cuda, cuda:N or mps")
+    if kind == "cuda" and int(index or 0) >= gpus:
+        raise UserError(f"--device {text}: this machine has {gpus} CUDA GPUs that torch {torch.__version__} can use")
+    if kind == "mps" and not mps:
+        raise UserError(f"--device {text}: this machine has no MPS device")
+    if kind == "cuda":
+        return torch.device("cuda", int(index) if index else local_rank % gpus)
+    return torch.device(kind)
+
+
+class Ranks:
+    """The processes that torchrun started, or the only one. They share the clients of a round among themselves.
+
+    NCCL where each rank of a machine has a GPU of its own, gloo otherwise (CPUs, or several ranks on one GPU).
+    """
+
+    def __init__(self, device="auto"):
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = choose_device(device, local_rank)
+        self.first, self.first_here = self.rank == 0, local_rank == 0
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.wire = torch.device("cpu")                              # where tensors are while they travel
+        if self.world > 1:
+            own_gpu = self.device.type == "cuda" and ":" not in device and (
+                int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= torch.cuda.device_count())
+            self.wire = self.device if own_gpu else self.wire
+            dist.init_process_group("nccl" if own_gpu else "gloo", timeout=timedelta(hours=1))
+
+    def first_then_others(self, function):
+        """Call function() in the first process of each machine (it may download), then in the others."""
+        if self.world > 1 and not self.first_here:
+            self._exchange(dist.barrier)
+        result = function()
+        if self.world > 1 and self.first_here:
+            self._exchange(dist.barrier)
+        return result
+
+    def mine(self, items):
+        """This rank's part of a list: items rank, rank + world, ..."""
+        return items[self.rank::self.world]
+
+    def gather(self, results, total):
+        """On rank 0: all `total` results in the order of the list that `mine` shared out; elsewhere None.
+
+        A result is a tensor or a dict or NamedTuple of results. All have the same shapes, so bytes travel.
+        """
+        if self.world == 1:
+            return results
+        packed = [_pack(result, self.wire) for result in results]
+        size = torch.tensor(len(packed[0]) if packed else 0, device=self.wire)     # 0: more ranks than clients
+        self._exchange(dist.all_reduce, size, op=dist.ReduceOp.MAX)
+        everyone = []
+        for turn in range(math.ceil(total / self.world)):
+            own = packed[turn] if turn < len(packed) else torch.zeros(int(size), dtype=torch.uint8, device=self.wire)
+            slots = [torch.empty_like(own) for _ in range(self.world)] if self.first else None
+            self._exchange(dist.gather, own, slots, dst=0)
+            everyone += slots or []
+        return [_unpack(bytes_, results[0]) for bytes_ in everyone[:total]] if self.first else None
+
+    def broadcast(self, value):
+        """The value of rank 0 (a tensor, or a dict or NamedTuple of them) on every rank."""
+        if self.world == 1:
+            return value
+        packed = _pack(value, self.wire)
+        self._exchange(dist.broadcast, packed, src=0)
+        return _unpack(packed, value)
+
+    def _exchange(self, operation, *args, **kwargs):
+        try:
+            return operation(*args, **kwargs)
+        except RuntimeError as error:
+            raise Stopped(f"another rank has ended or does not answer ({str(error).splitlines()[0][:120]})") from None
+
+
+def _leaves(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for part in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(part)]
+
+
+def _pack(value, wire):
+    return torch.cat([leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in _leaves(value)]).to(wire)
+
+
+def _unpack(packed, like):
+    """The inverse of _pack, with the structure, shapes, dtypes and devices of `like`."""
+    def build(value):
+        nonlocal at
+        if isinstance(value, torch.Tensor):
+            size = value.numel() * value.element_size()
+            piece, at = packed[at:at + size].clone(), at + size      # clone: aligned, and not a view of all the rest
+            return piece.view(value.dtype).reshape(value.shape).to(value.device)
+        if isinstance(value, dict):
+            return {key: build(part) for key, part in value.items()}
+        return type(value)(*map(build, value))
+    at = 0
+    return build(like)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Run folder
+# ---------------------------------------------------------------------------------------------------------------
+
+class RunFolder:
+    """<out_dir>/<name>: config.json, clients.csv, rounds.csv, summary.json, checkpoint.pt, curves.png.
+
+    The constructor only checks; nothing is written before open(). With `writer` off (ranks other than the first)
+    files are read, never written. Settings named in `free` may change on a resume, and --rounds may grow.
+    """
+
+    def __init__(self, out_dir, name, settings, resume=False, overwrite=False, writer=True,
+                 free=("data_dir", "device", "out_dir", "run_name", "resume", "overwrite")):
+        self.path, self.writer, self.resumed, self.overwrite = Path(out_dir) / name, writer, resume, overwrite
+        self.settings, self.rows = json.loads(json.dumps(settings)), []
+        self.free = {*free, "rounds"}
+        if resume and overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
+        if Path(name).name != name or name in (".", ".."):
+            raise UserError(f"--run-name {name!r}: expected a plain folder name")
+        parent = next(p for p in self.path.absolute().parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise UserError(f"--out-dir {out_dir}: {parent} is not a folder that can be written to")
+        if resume:
+            if not (self.path / "config.json").is_file():
+                raise UserError(f"--resume: {self.path} holds no run (no config.json)")
+            self._refuse_changes(self._read_json("config.json")["settings"], "config.json")
+        elif self.path.exists():
+            if not overwrite:
+                raise UserError(f"{self.path} exists: continue it with --resume, replace it with --overwrite, or choose --run-name")
+            if not (self.path / "config.json").is_file():
+                raise UserError(f"--overwrite: {self.path} is no run folder (no config.json); remove it yourself")
+
+    def _read_json(self, name):
+        try:
+            return json.loads((self.path / name).read_text())
+        except ValueError as error:
+            raise UserError(f"{self.path / name}: not readable as JSON ({error})") from None
+
+    def _refuse_changes(self, before, file):
+        now = self.settings
+        changed = [f"--{key.replace('_', '-')} {before.get(key)} -> {now.get(key)}" for key in sorted({*before, *now} - self.free)
+                   if before.get(key) != now.get(key)]
+        if now["rounds"] < before["rounds"]:
+            changed.append(f"--rounds {before['rounds']} -> {now['rounds']} (may only grow)")
+        if changed:
+            raise UserError(f"--resume: settings differ from {self.path / file}: " + "; ".join(changed))
+
+    def load_checkpoint(self):
+        """The state of the last complete round, on the CPU, or None if there is none; the rows up to it stay."""
+        file = self.path / "checkpoint.pt"
+        if not self.resumed or not file.exists():
+            return None
+        try:
+            state = torch.load(file, weights_only=True, map_location="cpu")
+            before, done = json.loads(state["settings"]), state["round"]
+        except Exception as error:
+            raise UserError(f"{file}: not readable as a checkpoint ({type(error).__name__})") from None
+        self._refuse_changes(before, "checkpoint.pt")
+        with open(self.path / "rounds.csv", newline="") as rows:
+            self.rows = list(csv.DictReader(rows))[:done]
+        if len(self.rows) < done:
+            raise UserError(f"{self.path / 'rounds.csv'}: expected {done} rows for the checkpoint, found {len(self.rows)}")
+        return state
+
+    def open(self, device, client_rows):
+        """Write config.json (settings, commit, versions, device) and clients.csv (a dict a client); keep the rows."""
+        if not self.writer:
+            return
+        script = Path(sys.argv[0])
+        if not self.resumed:
+            try:
+                if self.overwrite and self.path.exists():
+                    shutil.rmtree(self.path)
+                self.path.mkdir(parents=True)
+            except OSError as error:
+                raise UserError(f"--out-dir: cannot write {self.path} ({error.strerror})") from None
+            _write_csv(self.path / "clients.csv", client_rows)
+            for source in (script, Path(__file__)):                  # the code as it ran
+                if source.suffix == ".py" and source.is_file():
+                    shutil.copy(source, self.path)
+        elif self.rows:
+            _write_csv(self.path / "rounds.csv", self.rows)          # drops a round whose checkpoint was never written
+        else:
+            (self.path / "rounds.csv").unlink(missing_ok=True)
+        config = {"script": script.name, "settings": self.settings, "commit": git_commit(Path(__file__).parent),
+                  "device": device_name(device), "versions": versions()}
+        self._replace("config.json", lambda file: file.write_text(json.dumps(config, indent=1)))
+
+    def save_round(self, row, state):
+        """Append the row to rounds.csv, then renew summary.json and checkpoint.pt. None and NaN give empty cells."""
+        self.rows.append({key: _cell(value) for key, value in row.items()})
+        if not self.writer:
+            return
+        _write_csv(self.path / "rounds.csv", self.rows[-1:], append=len(self.rows) > 1)
+        state = {**state, "round": len(self.rows), "settings": json.dumps(self.settings)}
+        self._replace("checkpoint.pt", lambda file: torch.save(state, file))
+        self._replace("summary.json", lambda file: file.write_text(json.dumps(self.summary(), indent=1)))
+
+    def summary(self):
+        """Final, mean of the last ten and best accuracy (the best is picked on test data: no headline), costs."""
+        accuracy = [float(row["test_acc_pct"]) for row in self.rows]
+        seconds = sum(float(row["seconds"]) for row in self.rows)
+        return {"final_acc_pct": accuracy[-1], "mean_last10_acc_pct": round(float(np.mean(accuracy[-10:])), 4),
+                "best_acc_pct": max(accuracy), "best_round": int(np.argmax(accuracy)) + 1,
+                "rounds": len(accuracy), "seconds": round(seconds, 2), "seconds_per_round": round(seconds / len(accuracy), 3),
+                "bytes_up": sum(int(row["bytes_up"]) for row in self.rows),
+                "bytes_down": sum(int(row["bytes_down"]) for row in self.rows),
+                "finished": len(accuracy) >= self.settings["rounds"]}
+
+    def plot(self, panels):
+        """curves.png: one panel for each entry {title: [column, ...]}, over the rounds."""
+        if not self.writer:
+            return
+        from matplotlib.figure import Figure                         # a second to import, and only needed here
+        figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
+        for axes, (title, columns) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+            for column in columns:
+                values = [float(row[column]) if row.get(column) else math.nan for row in self.rows]
+                if not np.isnan(values).all():
+                    axes.plot(range(1, len(values) + 1), values, label=column, marker="." if len(values) < 40 else None)
+            axes.set(title=title, xlabel="round")
+            if axes.lines:
+                axes.legend(fontsize="small")
+        self._replace("curves.png", lambda file: figure.savefig(file, format="png", dpi=120))
+
+    def _replace(self, name, write):
+        """Write to a temporary name, then rename: a reader, or a kill, never meets half a file."""
+        file = self.path / f".{name}.tmp"
+        write(file)
+        os.replace(file, self.path / name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Say what is kept and how to go on when the run ends early."""
+        if kind is not None and not issubclass(kind, UserError) and self.writer and self.path.exists():
+            print(f"stopped; {self.path} keeps {len(self.rows)} complete rounds: continue with the same command and --resume",
+                  file=sys.stderr)
+
+
+def _cell(value):
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _write_csv(path, rows, append=False):
+    with open(path, "a" if append else "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        if not append:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def git_commit(folder):
+    """The commit of the code, with "+changes" where the working tree differs; "unknown" outside a repository."""
+    def git(*words):
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def device_name(device):
+    """`NVIDIA H200`, or the processor and the number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def versions():
+    """Versions of what a result depends on; packages that the script did not import are left out."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "torchvision", "open_clip", "numpy"):
+        if name in sys.modules:
+            found[name] = sys.modules[name].__version__
+    return found
+
+
+def client_table(labels, labelled, unlabelled, class_names):
+    """One dict a client: its id, its numbers of labelled and unlabelled images, then both for each class."""
+    rows = []
+    for client, parts in enumerate(zip(labelled, unlabelled)):
+        counts = [np.bincount(labels[part], minlength=len(class_names)).tolist() for part in parts]
+        row = {"client": client, "labelled": sum(counts[0]), "unlabelled": sum(counts[1])}
+        for kind, per_class in zip(("labelled", "unlabelled"), counts):
+            row.update({f"{kind}_{name}": count for name, count in zip(class_names, per_class)})
+        rows.append(row)
+    return rows
+
+
+def print_table(rows, class_names, most=20):
+    """The first clients of a client_table, one line each; with many classes only how many are present."""
+    print("client | labelled images, by class | unlabelled images, by class")
+    for row in rows[:most]:
+        cells = [str(row["client"]).rjust(6)]
+        for kind in ("labelled", "unlabelled"):
+            counts = [row[f"{kind}_{name}"] for name in class_names]
+            cells.append(f"{row[kind]:5d}: " + (" ".join(f"{count:4d}" for count in counts) if len(counts) <= 12 else
+                                               f"{sum(count > 0 for count in counts)} of {len(counts)} classes"))
+        print(" | ".join(cells))
+    if len(rows) > most:
+        print(f"... {len(rows) - most} more clients: see clients.csv")
+
+
+class Dataset(NamedTuple):
+    train_images: torch.Tensor      # (N, 3, S, S) uint8
+    train_labels: torch.Tensor      # (N,) int64
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    class_names: list[str]          # class_names[label]
+
+
+# ---- data: images into tensors -------------------------------------------------------------------------------------
+# Data sets are read from wherever a user plausibly put them below --data-dir, and nothing is written but downloads.
+# Original files come first (also still packed: archives are read in memory), then <name>/{train,test}/<class>/* images.
+
+DATASETS = ("digits", "cifar10", "cifar100", "svhn", "cinic10", "fashionmnist", "folder")
+DIGITS = [str(digit) for digit in range(10)]
+CLASS_NAMES = {                     # in the official order of the label ids; "folder" sorts the names it finds
+    "digits": DIGITS, "svhn": DIGITS, "fashionmnist": FashionMNIST.classes,
+    "cifar10": "airplane automobile bird cat deer dog frog horse ship truck".split(),
+    "cifar100": """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
+        camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur
+        dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
+        lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
+        pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+        shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+        television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()}
+CLASS_NAMES["cinic10"] = CLASS_NAMES["cifar10"]
+CIFAR = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+ORIGINALS = {                       # name -> folder below data_dir, and (file, URL, MD5) as torchvision knows them
+    "cifar10": ("", [(CIFAR10.filename, CIFAR10.url, CIFAR10.tgz_md5)]),
+    "cifar100": ("", [(CIFAR100.filename, CIFAR100.url, CIFAR100.tgz_md5)]),
+    "svhn": ("svhn", [(file, url, md5) for url, file, md5 in (SVHN.split_list["train"], SVHN.split_list["test"])]),
+    "fashionmnist": ("FashionMNIST/raw", [(f, FashionMNIST.mirrors[0] + f, md5) for f, md5 in FashionMNIST.resources])}
+CINIC_URL = "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz"
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+
+
+def squeeze(text):
+    """What counts in a name: 'CIFAR-10' and 'cifar_10' are the same, 'T-shirt/top' and 'tshirt_top' too."""
+    return re.sub(r"[\W_]+", "", str(text).lower())
+
+
+def dataset_name(text):
+    """The canonical name of a data set; upper case, '-', '_' and spaces do not matter."""
+    name = squeeze(text)
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise UserError(f"--dataset {text}: unknown data set{hint}; there are {', '.join(DATASETS)}")
+    return name
+
+
+def one_line(error):
+    reason = getattr(error, "reason", None)         # urllib wraps the real reason
+    error = reason if isinstance(reason, Exception) else error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@contextlib.contextmanager
+def blame(path):
+    """Turn whatever goes wrong while `path` is read into one line that names it; parsers raise all kinds of errors."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        advice = "" if getattr(error, "errno", None) else ": damaged, incomplete or not the expected content"
+        raise UserError(f"cannot read {path} ({one_line(error)}){advice}") from error
+
+
+# ---- where the data are --------------------------------------------------------------------------------------------
+def search_places(name, data_dir):
+    """Folders that may hold the data: those named after the data set, down to three levels, then data_dir itself."""
+    if name == "folder" or not data_dir.is_dir():
+        return [data_dir]
+    usual = {name, f"{name}python", f"{name}batchespy", f"dataset{name}", "raw"}     # as unpackers and torchvision do
+    places, level = [data_dir], [data_dir]
+    for _ in range(3):
+        level = [child for parent in level for child in sorted(parent.iterdir())
+                 if squeeze(child.name) in usual and not is_hidden(child.name) and child.is_dir()]
+        places = level + places
+    return places
+
+
+def find_originals(name, places):
+    """A path for each original file, None if missing. For CIFAR, the unpacked folder does in place of the archive."""
+    unpacked = [place for place in places if name in CIFAR and (place / CIFAR[name].train_list[0][0]).is_file()]
+    if unpacked:
+        return unpacked[:1]
+    _, files = ORIGINALS.get(name, ("", []))
+    return [next((path for place in places for path in (place / file, place / file.removesuffix(".gz"))
+                  if path.is_file()), None) for file, _, _ in files]
+
+
+def download(url, path, md5):
+    """Fetch url; path appears only when complete and of the right MD5 sum."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.touch()                                    # a folder that cannot be written shows before the transfer
+    usual_timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(15)                    # torchvision sets none: a dead proxy would hang for minutes
+    try:
+        download_url(url, part.parent, part.name, md5)
+        part.replace(path)
+    finally:
+        socket.setdefaulttimeout(usual_timeout)
+        part.unlink(missing_ok=True)
+
+
+def fetch(name, data_dir, found):
+    """Download the original files that are missing, or say in one line where they are expected."""
+    tree = f"{data_dir / name}/{{train,test}}/<class>/*.png"
+    if name == "folder":
+        raise UserError(f"folder: expected images as {data_dir}/{{train,test}}/<class>/*.png, but {data_dir} has not "
+                        "both folders, train and test; name the folder that holds them with --data-dir")
+    if name == "cinic10":
+        raise UserError(f"cinic10: expected images as {tree}; they are not downloaded automatically: unpack "
+                        f"CINIC-10.tar.gz ({CINIC_URL}) into {data_dir / name}, or name its folder with --data-dir")
+    folder, files = ORIGINALS[name]
+    paths = []
+    for path, (file, url, md5) in zip(found, files):
+        if path is None:
+            path = data_dir / folder / file
+            try:
+                download(url, path, md5)
+            except Exception as error:              # no network, no space, no permission, wrong MD5 sum, ...
+                unpacked = f" or its folder as {data_dir / CIFAR[name].base_folder}" if name in CIFAR else ""
+                raise UserError(f"{name}: {file} not found in {data_dir} and its download failed "
+                                f"({one_line(error)}); put {url} there by hand as {path}{unpacked}, or images as "
+                                f"{tree}, or name the folder that holds the data with --data-dir") from error
+        paths.append(path)
+    return paths
+
+
+# ---- readers: each returns the (images, labels) of train and of test -----------------------------------------------
+def checked(images, labels, shape, classes):
+    """Arrays of one file as an image and a label tensor, after the checks that its content is what we think."""
+    labels = torch.as_tensor(np.asarray(labels).astype(np.int64))
+    if images.dtype != np.uint8 or images.shape[1:] != shape or labels.shape != images.shape[:1] or not len(labels):
+        raise ValueError(f"{images.dtype} images {images.shape} and {len(labels)} labels, expected uint8 (N, {shape})")
+    if labels.min() < 0 or labels.max() >= classes:
+        raise ValueError(f"labels {labels.min()} to {labels.max()}, expected 0 to {classes - 1}")
+    return torch.from_numpy(np.require(images, requirements="CW")), labels
+
+
+def read_digits():
+    """scikit-learn's digits have no official split. Ours: sorted by class, every fifth image is test (1438 + 359)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError("--dataset digits needs scikit-learn: pip install scikit-learn") from None
+    grey, labels = load_digits(return_X_y=True)                                   # (1797, 64) values 0..16
+    images = (grey.reshape(-1, 1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+    is_test = np.zeros(len(labels), dtype=bool)
+    is_test[np.argsort(labels, kind="stable")[4::5]] = True
+    return [checked(images[split], labels[split], (1, 8, 8), 10) for split in (~is_test, is_test)]
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Lets a pickle build numpy arrays and nothing else: a pickle of unknown origin could run any code."""
+    def find_class(self, module, name):
+        if f"{module.split('.')[0]}.{name}" in ("numpy._reconstruct", "numpy.ndarray", "numpy.dtype",
+                                                "numpy._frombuffer", "_codecs.encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"refuses to load {module}.{name}")
+
+
+def read_cifar(name, place):
+    """place is the folder of the Python pickles, or the archive that holds it."""
+    splits = [[file for file, _ in CIFAR[name].train_list], [file for file, _ in CIFAR[name].test_list]]
+    raw = {}
+    with blame(place):
+        if place.is_dir():
+            raw = {file: (place / file).read_bytes() for file in splits[0] + splits[1]}
+        else:
+            with tarfile.open(place) as archive:
+                for member in archive:
+                    if member.isfile() and Path(member.name).name in splits[0] + splits[1]:
+                        raw[Path(member.name).name] = archive.extractfile(member).read()
+    def batch(file):
+        with blame(place / file), warnings.catch_warnings():
+            warnings.simplefilter("ignore")         # numpy's, about the old numpy that pickled the official files
+            content = ArrayUnpickler(io.BytesIO(raw.pop(file)), encoding="latin1").load()
+            labels = content["labels" if name == "cifar10" else "fine_labels"]
+            return checked(content["data"].reshape(-1, 3, 32, 32), labels, (3, 32, 32), len(CLASS_NAMES[name]))
+    return [[torch.cat(parts) for parts in zip(*map(batch, files))] for files in splits]
+
+
+def read_svhn(files):
+    """The cropped digits, without the `extra` split. Label 10 of the files is the digit zero."""
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise UserError("--dataset svhn needs scipy to read .mat files: pip install scipy") from None
+    splits = []
+    for path in files:
+        with blame(path):
+            content = loadmat(path)
+            labels = content["y"].astype(np.int64).reshape(-1)
+            labels[labels == 10] = 0
+            splits.append(checked(content["X"].transpose(3, 2, 0, 1), labels, (3, 32, 32), 10))   # (H, W, 3, N) there
+    return splits
+
+
+def read_idx(path):
+    """An array of bytes in MNIST's format, gzipped or not: 0, 0, 8 (uint8), dimensions, big-endian sizes, values."""
+    with blame(path):
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        if raw[:3] != b"\0\0\x08":
+            raise ValueError("no IDX file of bytes")
+        sizes = np.frombuffer(raw, ">i4", count=raw[3], offset=4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes)
+
+
+def read_fashionmnist(files):
+    """28x28 grey images, padded with two black pixels on each side."""
+    splits = []
+    for image_file, label_file in (files[:2], files[2:]):
+        images, labels = read_idx(image_file), read_idx(label_file)
+        with blame(f"{image_file} with {label_file.name}"):
+            if images.shape[1:] != (28, 28):
+                raise ValueError(f"images of shape {images.shape}")
+            splits.append(checked(np.pad(images, ((0, 0), (2, 2), (2, 2)))[:, None], labels, (1, 32, 32), 10))
+    return splits
+
+
+def is_hidden(name):
+    return name.startswith((".", "__MACOSX"))       # .DS_Store, .ipynb_checkpoints, ._image.png
+
+
+def some(names):
+    return ", ".join(names[:10]) + (f", ... ({len(names) - 10} more)" if len(names) > 10 else "")
+
+
+def class_folders(name, root):
+    """The class names, and for train and test the class folders in the same order, after a check that all are there."""
+    found = {split: sorted(entry.name for entry in os.scandir(root / split)
+                           if entry.is_dir() and not is_hidden(entry.name)) for split in ("train", "test")}
+    key = str if name == "folder" else squeeze
+    class_names = CLASS_NAMES.get(name) or sorted({*found["train"], *found["test"]})
+    label = {key(text): i for i, text in enumerate(class_names)}
+    if name != "folder":                            # there the label id will do as the name of a class folder
+        label |= {text: i for i in range(len(class_names)) for text in (f"{i}", f"{i:02d}")}
+    ordered, problems = [], []
+    for split, folders in found.items():
+        of_class, surplus = {}, []
+        for folder in folders:
+            i = label.get(key(folder))
+            if i is None or i in of_class:
+                surplus.append(folder)
+            else:
+                of_class[i] = root / split / folder
+        missing = [text for i, text in enumerate(class_names) if i not in of_class]
+        if missing or surplus or not folders:
+            problems.append(f"{root / split} has {len(folders)} class folders, {len(class_names)} expected"
+                            + (f", missing: {some(missing)}" if missing else "")
+                            + (f", surplus: {some(surplus)}" if surplus else ""))
+        ordered.append([of_class[i] for i in sorted(of_class)])
+    if problems:
+        raise UserError(f"{name}: {'; '.join(problems)}")
+    return class_names, ordered
+
+
+def read_tree(name, root):
+    """root/{train,test}/<class>/*: the class names, and of each split the image paths, sorted, and their labels."""
+    with blame(root):
+        class_names, ordered = class_folders(name, root)
+        splits = []
+        for folders in ordered:
+            paths, labels = [], []
+            for label, folder in enumerate(folders):
+                files = sorted(file for file in os.listdir(folder)
+                               if file.lower().endswith(IMAGE_ENDINGS) and not is_hidden(file))
+                if not files:
+                    raise UserError(f"class folder {folder} holds no images ({' '.join(IMAGE_ENDINGS)})")
+                paths += [os.path.join(folder, file) for file in files]
+                labels += [label] * len(files)
+            splits.append((paths, torch.tensor(labels)))
+    return class_names, splits
+
+
+# ---- pixels --------------------------------------------------------------------------------------------------------
+def to_rgb(image):
+    """Any Pillow image as 8-bit RGB. Transparency is composited over white; 16-bit grey is scaled, 65535 to 255."""
+    if image.mode.startswith("I"):                  # Pillow's own conversion clips: all above 255 would be white
+        grey = np.asarray(image).astype(np.int64)
+        if grey.min() < 0 or grey.max() > 65535:
+            raise ValueError("more than 16 bits a pixel")
+        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no fixed range")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def load_images(paths, side, pad_28=False):
+    """Decode image files in threads: (N, 3, side, side). The EXIF orientation is applied; the short side becomes
+    `side`, the rest is cut off evenly. pad_28: 28x28 images get the border that read_fashionmnist gives them."""
+    images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+    pixels = images.numpy()
+    def decode(start):
+        for i, path in enumerate(paths[start:start + 256], start):
+            with blame(path), Image.open(path) as image:
+                ImageOps.exif_transpose(image, in_place=True)
+                image = to_rgb(image)
+                if pad_28 and image.size == (28, 28):
+                    image = ImageOps.expand(image, 2)
+                if image.size != (side, side):
+                    image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
+                pixels[i] = np.asarray(image).transpose(2, 0, 1)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(decode, range(0, len(paths), 256)))
+    return images
+
+
+def resize(images, side):
+    """Square uint8 images to RGB of `side` pixels, in chunks: never a float copy of the whole set."""
+    if images.shape[1:] == (3, side, side):
+        return images
+    resized = torch.empty(len(images), 3, side, side, dtype=torch.uint8)
+    for start in range(0, len(images), 512):
+        chunk = images[start:start + 512]
+        if chunk.shape[-1] != side:
+            chunk = F.interpolate(chunk.float(), (side, side), mode="bilinear", antialias=True).round()
+        resized[start:start + 512] = chunk          # one grey channel is repeated
+    return resized
+
+
+def balanced_subset(labels, class_names, n):
+    """Sorted indices of n images, equally many of each class (the first classes take the remainder), evenly spaced."""
+    classes = len(class_names)
+    if not classes <= n <= len(labels):
+        raise UserError(f"--train-subset {n}: must be from {classes} (one image a class) to {len(labels)} (all images)")
+    kept = []
+    for label, text in enumerate(class_names):
+        share = n // classes + (label < n % classes)
+        members = (labels == label).nonzero().flatten()
+        if share > len(members):
+            largest = classes * int(torch.bincount(labels, minlength=classes).min())
+            raise UserError(f"--train-subset {n}: needs {share} images of class {text}, which has {len(members)}; "
+                            f"{largest} is possible")
+        kept.append(members[torch.arange(share) * len(members) // share])
+    return torch.cat(kept).sort().values
+
+
+def load_dataset(name, data_dir, side=None, train_subset=None):
+    """Read a data set from data_dir. side: pixels of the square result, default 32 (digits: 8)."""
+    name = dataset_name(name)
+    data_dir = Path(data_dir).expanduser().absolute()
+    if name == "digits":
+        class_names, splits = DIGITS, read_digits()
+    else:
+        if data_dir.exists() and not data_dir.is_dir():
+            raise UserError(f"--data-dir {data_dir}: is a file, not a folder")
+        with blame(data_dir):
+            places = search_places(name, data_dir)
+            files = find_originals(name, places)
+            complete = bool(files) and all(files)
+            trees = [place for place in places if (place / "train").is_dir() and (place / "test").is_dir()]
+        if trees and not complete:
+            class_names, splits = read_tree(name, trees[0])
+        else:
+            files = files if complete else fetch(name, data_dir, files)
+            class_names = CLASS_NAMES[name]
+            splits = (read_svhn(files) if name == "svhn" else read_fashionmnist(files) if name == "fashionmnist"
+                      else read_cifar(name, files[0]))
+    side = side or (8 if name == "digits" else 32)
+    tensors = []
+    for split, (images, labels) in zip(("train", "test"), splits):
+        if split == "train" and train_subset is not None:
+            keep = balanced_subset(labels, class_names, train_subset)
+            images, labels = [images[i] for i in keep] if isinstance(images, list) else images[keep], labels[keep]
+        images = load_images(images, side, name == "fashionmnist") if isinstance(images, list) else resize(images, side)
+        tensors += [images, labels]
+    return Dataset(*tensors, list(class_names))
+
+
+def channel_stats(images):
+    """Mean and standard deviation of each channel of (N, 3, S, S) uint8 images, in 0..1, from their histograms."""
+    level = np.arange(256) / 255
+    share = np.stack([np.bincount(images[:, c].flatten().numpy(), minlength=256) for c in range(3)]) / images[:, 0].numel()
+    mean = share @ level
+    return tuple(mean.tolist()), tuple(np.sqrt(share @ level ** 2 - mean ** 2).clip(min=1e-3).tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Partitions: which images are labelled, which client owns them
+# ---------------------------------------------------------------------------------------------------------------
+
+def partition(labels, clients, alpha, per_class, kind="official", seed=0):
+    """Split off the labelled images of each class, then share labelled and unlabelled images among the clients.
+
+    The two sets are shared out separately, so the class mixes of one client's labelled and unlabelled images differ.
+    Smaller alpha is more skewed; inf is i.i.d. Every image gets exactly one owner; a client may end up empty
+    only with "dirichlet", or where a set has fewer images than there are clients.
+
+    labels: (N,) class ids. per_class: labelled images of each class, one int or one per class.
+    kind: "official", the published ProxyFL/SAGE protocol (see `official_shares`), or "dirichlet", the textbook draw.
+    seed: 0 reproduces the published split (label permutations from seed 7, Dirichlet draws from seed 0).
+    Returns (labelled, unlabelled): two lists with one index array a client.
+    """
+    labels = np.asarray(labels)
+    classes = int(labels.max()) + 1
+    if clients > len(labels):
+        raise UserError(f"--clients {clients}: more clients than training images ({len(labels)}; --alpha {alpha})")
+    per_class = np.broadcast_to(per_class, classes)
+    random_state = np.random.RandomState(7 + seed)
+    labelled, unlabelled = [], []
+    for class_id in range(classes):
+        members = random_state.permutation(np.flatnonzero(labels == class_id))
+        labelled.append(members[: per_class[class_id]])
+        unlabelled.append(members[per_class[class_id]:])
+    shares = {"official": official_shares, "dirichlet": dirichlet_shares}[kind]
+    if math.isinf(alpha):
+        shares = iid_shares if kind == "official" else shuffled_shares
+    return shares(labelled, clients, alpha, seed), shares(unlabelled, clients, alpha, seed)
+
+
+def official_shares(class_members, clients, alpha, seed):
+    """The published protocol: not one Dirichlet draw over all clients, but two-way draws inside i.i.d. slices.
+
+    The shuffled images are cut into clients/2 slices. In each slice every class is divided between two parts with
+    Dir(alpha, alpha); a part that already holds half of the slice gets nothing more; a slice is drawn again until
+    both parts hold a quarter of it (at most 1,000 times: the cut that follows evens out the sizes in any case).
+    The parts, end to end, are cut into equal consecutive shares: all clients own the same number of images.
+    """
+    random_state = np.random.RandomState(seed)
+    pairs = np.array([(i, c) for c, members in enumerate(class_members) for i in members], dtype=np.int64).reshape(-1, 2)
+    random_state.shuffle(pairs)                              # the same permutation as shuffling a list of its rows
+    slices = math.ceil(clients / 2)
+    width = int(2 / clients * len(pairs))
+    ordered = []
+    for k in range(slices):
+        part = pairs[k * width:] if k == slices - 1 else pairs[k * width:(k + 1) * width]
+        ways = 1 if k == slices - 1 and clients % 2 else 2   # an odd number of clients leaves one alone
+        by_class = [part[part[:, 1] == c, 0] for c in range(len(class_members))]
+        for _ in range(1000):
+            owned = [[] for _ in range(ways)]
+            for members in by_class:
+                share = random_state.dirichlet(np.repeat(alpha, ways))
+                if not np.isfinite(share).all():             # underflow at a tiny alpha: its limit, one owner takes all
+                    share = np.eye(ways)[random_state.randint(ways)]
+                share = share * [len(images) < len(part) / ways for images in owned]
+                if share.sum() == 0:                         # both are full: what is left is an empty class,
+                    share = np.ones(ways)                    # or an owner of a share drawn as 0 takes it
+                cuts = (np.cumsum(share / share.sum()) * len(members)).astype(int)[:-1]
+                for images, more in zip(owned, np.split(members, cuts)):
+                    images.extend(more.tolist())
+            if min(map(len, owned)) >= int(0.5 * len(part) / ways):
+                break
+        ordered.extend(owned)
+    return np.array_split(np.array(sum(ordered, []), dtype=np.int64), clients)
+
+
+def dirichlet_shares(class_members, clients, alpha, seed):
+    """Textbook: each class is divided over all clients by one draw from Dir(alpha, ..., alpha) (Hsu et al. 2019).
+
+    No minimum size and so no retry: a client can come out empty; it then sits its rounds out with weight 0.
+    """
+    rng = stream(seed, "dirichlet")
+    owned = [[] for _ in range(clients)]
+    for members in class_members:
+        share = rng.dirichlet(np.full(clients, alpha))
+        cuts = np.round(np.cumsum(share)[:-1] * len(members)).astype(int)
+        for client in np.flatnonzero(np.diff(np.concatenate([[0], cuts, [len(members)]]))):
+            start, stop = (cuts[client - 1] if client else 0), (cuts[client] if client < clients - 1 else len(members))
+            owned[client].append(members[start:stop])
+    return [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in owned]
+
+
+def iid_shares(class_members, clients, alpha, seed):
+    """The published protocol without skew: every class is cut into equal consecutive slices; draws nothing.
+
+    A class with fewer images than clients leaves the same clients without any, so some may own no labelled image.
+    """
+    parts = [np.split(members, (np.arange(1, clients) / clients * len(members)).astype(int)) for members in class_members]
+    return [np.concatenate([part[k] for part in parts]) for k in range(clients)]
+
+
+def shuffled_shares(class_members, clients, alpha, seed):
+    """The limit of the textbook draw: all images shuffled, then cut into equal shares."""
+    return np.array_split(stream(seed, "iid").permutation(np.concatenate(class_members)), clients)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Augmentation. FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and the list of transformations in its
+# appendix, on whole batches. Pure functions of tensors: the random numbers come in as uniform float32 draws in [0, 1),
+# one row per image, made by the caller on the host, so one (seed, round, client) gives the same views on every device.
+# All shapes are fixed, there is no loop over images, and nothing is read back to the host or sent from it.
+# Letters: n images, S side in pixels; images are (n, 3, S, S) uint8, levels 0 .. 255.
+# ---------------------------------------------------------------------------------------------------------------------
+WEAK_DRAWS = 3      # columns of `draws`: flip, shift down, shift right
+STRONG_DRAWS = 13   # those 3 for its own weak view, (operation, level, apply?, sign) twice, cutout centre down, right
+
+OPERATIONS = ("AutoContrast", "Brightness", "Color", "Contrast", "Equalize", "Identity", "Posterize", "Rotate",
+              "Sharpness", "ShearX", "ShearY", "Solarize", "TranslateX", "TranslateY")
+MAX_LEVEL = 10      # full strength, and m of RandAugment: the level itself is drawn from 1 .. m-1
+
+
+def draw_integer(draw, k):
+    """Uniform draw in [0, 1) -> int64 in 0 .. k-1. The clamp: a float64 draw just below 1 becomes 1 as a float32."""
+    return (draw * k).long().clamp(max=k - 1)
+
+
+def gather_pixels(images, index):
+    """Pixel `index` (n, S, S) int64, counted row by row, of each image; the same one in all three channels."""
+    return images.flatten(2).gather(2, index.flatten(1)[:, None].expand(-1, 3, -1)).view(images.shape)
+
+
+def weak_view(images, draws, flip=True):
+    """T_w: horizontal flip with p = 1/2 (if `flip`), reflect-pad by S // 8 (4 at S = 32), random S x S crop.
+
+    images (n, 3, S, S) uint8, draws (n, 3) -> (n, 3, S, S) uint8. Shift s puts the crop's corner at s of the padded
+    image, so s = S // 8 leaves the image where it is.
+    """
+    side = images.shape[-1]
+    pad = side // 8
+    pixel = torch.arange(side, device=images.device)
+
+    def source(draw):                                               # crop, then undo the padding: where pixel i is from
+        i = (pixel + draw_integer(draw, 2 * pad + 1)[:, None] - pad).abs()          # (n, S); -1 reflects to 1
+        return side - 1 - (side - 1 - i).abs()                                      # and S reflects to S - 2
+
+    row, column = source(draws[:, 1]), source(draws[:, 2])
+    if flip:
+        column = torch.where(draws[:, :1] < 0.5, side - 1 - column, column)
+    return gather_pixels(images, row[:, :, None] * side + column[:, None, :])
+
+
+def strong_view(images, draws, flip=True):
+    """T_s: own flip and crop, then RandAugment with n = 2 operations at m = 10, then cutout.
+
+    images (n, 3, S, S) uint8, draws (n, 13) -> (n, 3, S, S) uint8. Each operation is drawn with replacement, at a
+    level uniform in 1 .. 9, and happens with probability 1/2; otherwise it is Identity.
+    """
+    images = weak_view(images, draws[:, :WEAK_DRAWS], flip)
+    for first in (3, 7):
+        op_draw, level_draw, apply_draw, sign_draw = draws[:, first:first + 4].unbind(1)
+        op = draw_integer(op_draw, len(OPERATIONS)).masked_fill(apply_draw >= 0.5, OPERATIONS.index("Identity"))
+        level = 1 + draw_integer(level_draw, MAX_LEVEL - 1)
+        sign = 1 - 2 * (sign_draw < 0.5).long()
+        images = rand_augment_op(images, op, level, sign)
+    return cutout(images, draws[:, 11:13])
+
+
+def rand_augment_op(images, op, level, sign):
+    """Apply to each image its own operation: op (n,) int64 counts in OPERATIONS, level (n,) 1 .. 9, sign (n,) +-1.
+
+    Every image passes through all three families below; in the two that are not its own it meets an identity.
+    What a level means is from FixMatch's list of transformations; the arithmetic is Pillow's, rounding included.
+    """
+    chosen = {name: op == i for i, name in enumerate(OPERATIONS)}                   # name -> (n,) bool
+    images = enhance(images, chosen, level)
+    images = lookup(images, chosen, level)
+    return affine(images, chosen, level, sign)
+
+
+def enhance(images, chosen, level):
+    """Brightness, Color, Contrast, Sharpness: blend a degenerate image with the image, factor 0.9 level/10 + 0.05."""
+    red, green, blue = images.int().unbind(1)
+    grey = (19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16               # (n, S, S), ITU-R 601-2 luma
+    count = images.shape[-1] ** 2
+    mean = (2 * grey.sum((1, 2)) + count) // (2 * count)                            # (n,), rounded half up
+    wide = images.short()           # Sharpness: 3 x 3 mean whose centre weighs 5 of 13, the outermost pixels kept
+    rows = wide[:, :, :-2] + wide[:, :, 1:-1] + wide[:, :, 2:]
+    box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * wide[:, :, 1:-1, 1:-1]
+    degenerate = images.clone()
+    degenerate[:, :, 1:-1, 1:-1] = (box / 13).round_()                              # a 13th is never a tie
+
+    blends = chosen["Sharpness"]
+    mean, black = mean.view(-1, 1, 1, 1), torch.zeros_like(mean).view(-1, 1, 1, 1)
+    for name, levels in (("Color", grey[:, None]), ("Contrast", mean), ("Brightness", black)):
+        degenerate = torch.where(chosen[name].view(-1, 1, 1, 1), levels.to(torch.uint8), degenerate)
+        blends = blends | chosen[name]
+    # Integers, then float64, then float32: the float32 that Pillow has, so that its truncation falls on the same side
+    factor = ((9 * level + 5).double() * 0.01).float().masked_fill(~blends, 1).view(-1, 1, 1, 1)
+    return (wide - degenerate).mul(factor).add_(degenerate).to(torch.uint8)         # a factor of 1 gives the image
+
+
+def lookup(images, chosen, level):
+    """AutoContrast, Equalize, Posterize, Solarize: one table of 256 levels per image and channel, read once."""
+    flat = images.flatten(2)
+    index = flat.long()                                                             # (n, 3, S * S)
+    low, high = flat.amin(2, keepdim=True).long(), flat.amax(2, keepdim=True).long()    # (n, 3, 1)
+    value = torch.arange(256, dtype=torch.int32, device=images.device)              # (256,), the identity's table
+    level = level.int().view(-1, 1, 1)                                              # (n, 1, 1)
+
+    # AutoContrast: stretch low .. high to 0 .. 255. In float64 and in this order as Pillow, whose `high` may become 254
+    span = (high - low).clamp(min=1).double()
+    scale = torch.full_like(span, 255) / span
+    stretched = (value * scale - low * scale).clamp(0, 255).int().where(high > low, value)
+
+    # Equalize: pixels below this value / pixels per output level; few pixels or one value leave the image as it is
+    histogram = torch.zeros_like(value).repeat(len(images), 3, 1)                   # (n, 3, 256)
+    histogram.scatter_add_(2, index, torch.ones_like(value[:1]).expand(index.shape))
+    step = (index.shape[2] - histogram.gather(2, high)) // 255                      # (n, 3, 1)
+    below = histogram.cumsum(2, dtype=torch.int32) - histogram
+    equal = ((step // 2 + below) // step.clamp(min=1)).clamp(max=255).where(step > 0, value)
+
+    lost_bits = 4 - level * 4 // MAX_LEVEL                                          # Posterize keeps 4 .. 7 of 8 bits
+    poster = value >> lost_bits << lost_bits                                        # (n, 1, 256)
+    solar = torch.where(value < 256 - level * 256 // MAX_LEVEL, value, 255 - value)
+
+    table = value.expand(len(images), 3, -1)
+    for name, own in zip(("AutoContrast", "Equalize", "Posterize", "Solarize"), (stretched, equal, poster, solar)):
+        table = torch.where(chosen[name].view(-1, 1, 1), own, table)
+    return table.to(torch.uint8).gather(2, index).view(images.shape)
+
+
+def affine(images, chosen, level, sign):
+    """Rotate by 3 level degrees, ShearX/Y by 0.03 level, TranslateX/Y by 0.03 level S pixels (towards 0); black fill.
+
+    Output pixel (row y, column x) shows the input pixel under its centre, in Pillow's 16.16 fixed point:
+    column = cos x + right y + column_0, row = down x + cos y + row_0.
+    """
+    side = images.shape[-1]
+    step = (sign * level).double()                                                  # (n,), as all up to `fixed`
+    angle = chosen["Rotate"] * step * math.radians(-3)
+    shift = sign * (level * 3 * side // 100)
+    cos = angle.cos()
+    right = angle.sin() + chosen["ShearX"] * step * 0.03
+    down = -angle.sin() + chosen["ShearY"] * step * 0.03
+    origin = chosen["Rotate"] * (side / 2)                                          # shears keep the corner in place
+    column_0 = origin + (cos + right) * (0.5 - origin) + chosen["TranslateX"] * shift
+    row_0 = origin + (down + cos) * (0.5 - origin) + chosen["TranslateY"] * shift
+
+    fixed = torch.stack([cos, right, down, column_0, row_0]).mul(65536).add(0.5).floor().int()
+    cos, right, down, column_0, row_0 = fixed[:, :, None, None]                     # (n, 1, 1) each
+    x = torch.arange(side, dtype=torch.int32, device=images.device)
+    y = x[:, None]
+    column = (cos * x + column_0 + right * y) >> 16                                 # (n, S, S)
+    row = (cos * y + row_0 + down * x) >> 16
+    outside = (column < 0) | (column >= side) | (row < 0) | (row >= side)
+    index = row * side + column
+    return gather_pixels(images, index.masked_fill(outside, 0).long()).masked_fill(outside[:, None], 0)
+
+
+def cutout(images, draws):
+    """Grey (127) square of S // 2 pixels around a uniform centre, always; draws (n, 2): centre down, right.
+
+    It starts at the pixel floor(max(0, draw * S - S / 4)), so it moves inwards at the top and left edge, and is cut
+    off at the bottom and right one.
+    """
+    side = images.shape[-1]
+    size = side // 2
+    pixel = torch.arange(side, device=images.device)
+    first = (draws * side - size / 2).clamp(min=0).floor()[:, :, None]              # (n, 2, 1)
+    inside = (pixel >= first) & (pixel < first + size)                              # (n, 2, S)
+    return images.masked_fill((inside[:, 0, :, None] & inside[:, 1, None, :])[:, None], 127)
+
+
+def normalise(images, mean, std):
+    """(n, 3, S, S) uint8 -> float32, channels_last: (level / 255 - mean) / std; mean, std: one number per channel."""
+    out = torch.empty(images.shape, device=images.device, memory_format=torch.channels_last)
+    for channel, (m, s) in enumerate(zip(mean, std)):       # numbers, as a tensor made here would stall the GPU
+        out[:, channel] = (images[:, channel] / 255 - m) / s
+    return out
