@@ -293,14 +293,16 @@ class RunFolder:
         except Exception as error:
             raise UserError(f"{file}: not readable as a checkpoint ({type(error).__name__})") from None
         self._refuse_changes(before, "checkpoint.pt")
-        with open(self.path / "rounds.csv", newline="") as rows:
-            self.rows = list(csv.DictReader(rows))[:done]
+        table = self.path / "rounds.csv"
+        if table.exists():
+            with open(table, newline="") as rows:
+                self.rows = list(csv.DictReader(rows))[:done]
         if len(self.rows) < done:
-            raise UserError(f"{self.path / 'rounds.csv'}: expected {done} rows for the checkpoint, found {len(self.rows)}")
+            raise UserError(f"{table}: expected {done} rows for the checkpoint, found {len(self.rows)}")
         return state
 
-    def open(self, device, client_rows):
-        """Write config.json (settings, commit, versions, device) and clients.csv (a dict a client); keep the rows."""
+    def open(self, device, client_rows, **facts):
+        """Write config.json (settings, commit, versions, device, facts) and clients.csv, a dict a client."""
         if not self.writer:
             return
         script = Path(sys.argv[0])
@@ -320,7 +322,7 @@ class RunFolder:
         else:
             (self.path / "rounds.csv").unlink(missing_ok=True)
         config = {"script": script.name, "settings": self.settings, "commit": git_commit(Path(__file__).parent),
-                  "device": device_name(device), "versions": versions()}
+                  "device": device_name(device), "versions": versions(), **facts}
         self._replace("config.json", lambda file: file.write_text(json.dumps(config, indent=1)))
 
     def save_round(self, row, state):
@@ -448,6 +450,7 @@ class Dataset(NamedTuple):
     test_images: torch.Tensor
     test_labels: torch.Tensor
     class_names: list[str]          # class_names[label]
+    source: str                     # "embedded", "original files" or "image folders": say which when you quote a result
 
 
 # ---- data: images into tensors -------------------------------------------------------------------------------------
@@ -553,8 +556,8 @@ def fetch(name, data_dir, found):
     """Download the original files that are missing, or say in one line where they are expected."""
     tree = f"{data_dir / name}/{{train,test}}/<class>/*.png"
     if name == "folder":
-        raise UserError(f"folder: expected images as {data_dir}/{{train,test}}/<class>/*.png, but {data_dir} has not "
-                        "both folders, train and test; name the folder that holds them with --data-dir")
+        raise UserError(f"folder: expected images as {data_dir}/{{train,test}}/<class>/*.png, but train or test is "
+                        "missing; name the folder that holds them with --data-dir")
     if name == "cinic10":
         raise UserError(f"cinic10: expected images as {tree}; they are not downloaded automatically: unpack "
                         f"CINIC-10.tar.gz ({CINIC_URL}) into {data_dir / name}, or name its folder with --data-dir")
@@ -566,10 +569,10 @@ def fetch(name, data_dir, found):
             try:
                 download(url, path, md5)
             except Exception as error:              # no network, no space, no permission, wrong MD5 sum, ...
-                unpacked = f" or its folder as {data_dir / CIFAR[name].base_folder}" if name in CIFAR else ""
-                raise UserError(f"{name}: {file} not found in {data_dir} and its download failed "
-                                f"({one_line(error)}); put {url} there by hand as {path}{unpacked}, or images as "
-                                f"{tree}, or name the folder that holds the data with --data-dir") from error
+                unpacked = f" or unpacked as {data_dir / CIFAR[name].base_folder}" if name in CIFAR else ""
+                raise UserError(f"{name}: {file} not found in {data_dir} and the download failed ({one_line(error)}); "
+                                f"fetch {url} by hand and save it as {path}{unpacked}, or put images as {tree}, "
+                                "or name the folder that holds the data with --data-dir") from error
         paths.append(path)
     return paths
 
@@ -621,7 +624,7 @@ def read_cifar(name, place):
                         raw[Path(member.name).name] = archive.extractfile(member).read()
     def batch(file):
         with blame(place / file), warnings.catch_warnings():
-            warnings.simplefilter("ignore")         # numpy's, about the old numpy that pickled the official files
+            warnings.simplefilter("ignore")         # numpy 2.4 has one about pickles as old as the official files
             content = ArrayUnpickler(io.BytesIO(raw.pop(file)), encoding="latin1").load()
             labels = content["labels" if name == "cifar10" else "fine_labels"]
             return checked(content["data"].reshape(-1, 3, 32, 32), labels, (3, 32, 32), len(CLASS_NAMES[name]))
@@ -793,7 +796,7 @@ def load_dataset(name, data_dir, side=None, train_subset=None):
     name = dataset_name(name)
     data_dir = Path(data_dir).expanduser().absolute()
     if name == "digits":
-        class_names, splits = DIGITS, read_digits()
+        source, class_names, splits = "embedded", DIGITS, read_digits()
     else:
         if data_dir.exists() and not data_dir.is_dir():
             raise UserError(f"--data-dir {data_dir}: is a file, not a folder")
@@ -803,10 +806,10 @@ def load_dataset(name, data_dir, side=None, train_subset=None):
             complete = bool(files) and all(files)
             trees = [place for place in places if (place / "train").is_dir() and (place / "test").is_dir()]
         if trees and not complete:
-            class_names, splits = read_tree(name, trees[0])
+            source, (class_names, splits) = "image folders", read_tree(name, trees[0])
         else:
             files = files if complete else fetch(name, data_dir, files)
-            class_names = CLASS_NAMES[name]
+            source, class_names = "original files", CLASS_NAMES[name]
             splits = (read_svhn(files) if name == "svhn" else read_fashionmnist(files) if name == "fashionmnist"
                       else read_cifar(name, files[0]))
     side = side or (8 if name == "digits" else 32)
@@ -817,7 +820,7 @@ def load_dataset(name, data_dir, side=None, train_subset=None):
             images, labels = [images[i] for i in keep] if isinstance(images, list) else images[keep], labels[keep]
         images = load_images(images, side, name == "fashionmnist") if isinstance(images, list) else resize(images, side)
         tensors += [images, labels]
-    return Dataset(*tensors, list(class_names))
+    return Dataset(*tensors, list(class_names), source)
 
 
 def channel_stats(images):

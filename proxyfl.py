@@ -62,8 +62,8 @@ PRESETS = {
     "cinic10": PAPER | dict(rounds=400, gpt_epochs=100),
     "fashionmnist": PAPER | dict(rounds=150, gpt_epochs=100),       # not in the paper
     "folder": PAPER | dict(rounds=300, gpt_epochs=100),             # not in the paper
-    "digits": PAPER | dict(clients=10, clients_per_round=5, rounds=30, local_epochs=5, batch_size=16, gpt_epochs=100,
-                           width=16, image_size=16, flip=False),    # not in the paper: minutes on a laptop CPU
+    "digits": PAPER | dict(clients=10, clients_per_round=5, rounds=30, batch_size=32, gpt_epochs=100, width=16, image_size=8,
+                           flip=False),                             # not in the paper: a minute or two on a laptop CPU
 }
 VARIANTS = {                      # flag: (the paper's equations, the released code)
     "gpt_contrast": ("locals", "globals"),
@@ -544,7 +544,7 @@ def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
 # ---------------------------------------------------------------------------------------------------------------
 
 def prepare_data(args, device):
-    """Load, split and place the data. Returns FederatedData, test images, test labels, class names."""
+    """Load, split and place the data. Returns FederatedData, test images, test labels, class names, the data's source."""
     source = common.load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
     labels = source.train_labels.numpy()
     per_class = np.bincount(labels, minlength=len(source.class_names))
@@ -557,7 +557,7 @@ def prepare_data(args, device):
         train_stats = CIFAR10_MEAN, CIFAR10_STD
         test_stats = (CIFAR10_MEAN, CIFAR10_TEST_STD) if args.dataset == "cifar10" else test_stats
     data = FederatedData(source.train_images.to(device), source.train_labels.to(device), labelled, unlabelled, train_stats, test_stats)
-    return data, source.test_images.to(device), source.test_labels.to(device), source.class_names
+    return data, source.test_images.to(device), source.test_labels.to(device), source.class_names, source.source
 
 
 def main(argv=None):
@@ -569,7 +569,7 @@ def main(argv=None):
         raise common.UserError(f"--shared-momentum runs the clients one after another: not with {ranks.world} ranks")
     run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
     checkpoint = run.load_checkpoint()
-    data, test_images, test_labels, class_names = ranks.first_then_others(lambda: prepare_data(args, device))
+    data, test_images, test_labels, class_names, source = ranks.first_then_others(lambda: prepare_data(args, device))
     classes = len(class_names)
     if args.icpl and args.candidate_set == "top5" and classes < 5:
         raise common.UserError(f"--candidate-set top5: the data set has {classes} classes")
@@ -589,11 +589,11 @@ def main(argv=None):
     message_bytes = sum(value.numel() * value.element_size() for value in received.state.values()) + 4 * classes * args.icpl
 
     with run:
-        run.open(device, table)
+        run.open(device, table, data_source=source)
         if ranks.first:
             print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
-            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world} | {len(data.images)} training images, "
-                  f"{len(test_images)} test images | {sum(p.numel() for p in net.parameters()):,} parameters")
+            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world} | {source}: "
+                  f"{len(data.images)} training and {len(test_images)} test images | {sum(p.numel() for p in net.parameters()):,} parameters")
             common.print_table(table, class_names)
             for what in ("labelled", "unlabelled"):
                 missing = [row["client"] for row in table if not row[what]]

@@ -1,0 +1,589 @@
+"""Data loading on tiny files made on the fly: no network, nothing outside tmp_path."""
+import gzip
+import io
+import os
+import pickle
+import socket
+import struct
+import tarfile
+import time
+import urllib.error
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+
+import common
+from common import UserError, load_dataset
+
+FILES = {"cifar10": ["data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"],
+         "cifar100": ["train", "test"],
+         "svhn": ["train_32x32.mat", "test_32x32.mat"],
+         "fashionmnist": ["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz", "t10k-images-idx3-ubyte.gz",
+                          "t10k-labels-idx1-ubyte.gz"]}
+UNPACKED = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+ARCHIVE = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(url, path, md5):
+        raise urllib.error.URLError(OSError("network is unreachable"))
+    monkeypatch.setattr(common, "download", refuse)
+
+
+# ---- makers of tiny data -------------------------------------------------------------------------------------------
+def colours(n, seed, shape=(3, 32, 32)):
+    return np.random.default_rng(seed).integers(0, 256, (n, *shape), dtype=np.uint8)
+
+
+def write_cifar(folder, name="cifar10"):
+    folder.mkdir(parents=True)
+    classes = {"cifar10": 10, "cifar100": 100}[name]
+    everything = []
+    for seed, file in enumerate(FILES[name]):
+        images, labels = colours(classes, seed), np.random.default_rng(seed).permutation(classes).tolist()
+        key = "labels" if name == "cifar10" else "fine_labels"
+        content = {"data": images.reshape(classes, -1), key: labels, "coarse_labels": [0] * classes}
+        (folder / file).write_bytes(pickle.dumps(content, protocol=2))
+        everything.append((images, labels))
+    train = everything[:-1]
+    return np.concatenate([i for i, _ in train]), sum([y for _, y in train], []), *everything[-1]
+
+
+def write_svhn(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    images = colours(10, 0)
+    images[0] = 0
+    images[0, 0, 2, 29] = 255                                   # one red pixel: row 2, column 29
+    labels = np.array([10, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    for file in FILES["svhn"]:
+        savemat(folder / file, {"X": images.transpose(2, 3, 1, 0), "y": labels[:, None]})
+    return images
+
+
+def idx(array):
+    return struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def write_fashion(folder, zipped=True):
+    folder.mkdir(parents=True, exist_ok=True)
+    images, labels = colours(10, 1, (28, 28)), np.arange(10, dtype=np.uint8)
+    for file in FILES["fashionmnist"]:
+        raw = idx(images if "images" in file else labels)
+        if zipped:
+            (folder / file).write_bytes(gzip.compress(raw))
+        else:
+            (folder / file.removesuffix(".gz")).write_bytes(raw)
+    return images
+
+
+def write_tree(root, classes, per_class=2, side=32, ending=".png"):
+    """Image i of class c in split s is plain (10 c, 10 i, 0 or 255)."""
+    for blue, split in ((0, "train"), (255, "test")):
+        for c, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for i in range(per_class):
+                Image.new("RGB", (side, side), (10 * c, 10 * i, blue)).save(root / split / name / f"{i:03d}{ending}")
+
+
+CLASSES10 = common.CLASS_NAMES["cifar10"]
+
+
+def snapshot(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in [folder, *folder.rglob("*")])
+
+
+def error(*args, **kwargs):
+    """The message of the UserError that load_dataset raises: always one line."""
+    with pytest.raises(UserError) as info:
+        load_dataset(*args, **kwargs)
+    assert "\n" not in str(info.value)
+    return str(info.value)
+
+
+def check_form(data, classes, side):
+    for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
+        assert images.dtype == torch.uint8 and labels.dtype == torch.int64
+        assert images.shape == (len(labels), 3, side, side) and images.is_contiguous()
+        assert 0 <= labels.min() and labels.max() < classes
+    assert len(data.class_names) == classes and isinstance(data.class_names, list)
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text, name", [
+    ("CIFAR-10", "cifar10"), ("cifar_100", "cifar100"), ("Fashion MNIST", "fashionmnist"), ("SVHN", "svhn"),
+    ("CINIC-10", "cinic10"), ("digits", "digits"), ("Folder", "folder")])
+def test_names(text, name):
+    assert common.dataset_name(text) == name
+
+
+def test_unknown_name_lists_the_known_ones_and_hints():
+    message = error("cifra10", ".")
+    assert "did you mean cifar10?" in message and all(name in message for name in common.DATASETS)
+    with pytest.raises(UserError) as info:
+        common.dataset_name("xyzzy")
+    assert "did you mean" not in str(info.value)
+
+
+# ---- digits --------------------------------------------------------------------------------------------------------
+def test_digits_counts_range_and_split():
+    data = load_dataset("digits", "nowhere")
+    check_form(data, 10, 8)
+    assert (len(data.train_labels), len(data.test_labels)) == (1438, 359)
+    assert data.train_images.min() == 0 and data.train_images.max() == 255
+    assert torch.bincount(data.test_labels).min() >= 34 and data.class_names == list("0123456789")
+    from sklearn.datasets import load_digits
+    grey, labels = load_digits(return_X_y=True)
+    def rows(images, labels):
+        return [(image.tobytes(), int(label)) for image, label in zip(images, labels)]
+    original = rows(np.uint8(np.round(grey.reshape(-1, 8, 8) * 255 / 16)), labels)
+    train = rows(data.train_images[:, 1].numpy(), data.train_labels)
+    test = rows(data.test_images[:, 2].numpy(), data.test_labels)
+    assert sorted(train + test) == sorted(original)             # all images once, each with its label: no overlap
+    assert train != sorted(train)                               # kept in the original order, not sorted by class
+
+
+def test_digits_are_upsampled_smoothly():
+    small, large = load_dataset("digits", "nowhere"), load_dataset("digits", "nowhere", side=32)
+    check_form(large, 10, 32)
+    assert torch.equal(small.train_labels, large.train_labels)
+    for i in (0, 700, 1437):                                    # Pillow, an independent implementation, agrees
+        reference = Image.fromarray(small.train_images[i, 0].numpy()).resize((32, 32), Image.Resampling.BILINEAR)
+        difference = large.train_images[i].numpy().astype(int) - np.asarray(reference)
+        assert np.abs(difference).max() <= 1 and abs(difference.mean()) < 0.2
+
+
+# ---- original files and their places -------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", [
+    "cifar-10-batches-py", "cifar10/cifar-10-batches-py", "CIFAR-10/cifar-10-batches-py",
+    "cifar-10-python/cifar-10-batches-py", "cifar10/cifar-10-python/cifar-10-batches-py"])
+def test_cifar10_places(tmp_path, place):
+    data_dir = tmp_path / "my data"
+    train_images, train_labels, test_images, test_labels = write_cifar(data_dir / place)
+    before = snapshot(data_dir)
+    for where in (data_dir, str(data_dir), data_dir / place):
+        data = load_dataset("CIFAR-10", where)
+        check_form(data, 10, 32)
+        assert np.array_equal(data.train_images, train_images) and data.train_labels.tolist() == train_labels
+        assert np.array_equal(data.test_images, test_images) and data.test_labels.tolist() == test_labels
+    assert data.class_names[0] == "airplane" and data.class_names[9] == "truck"
+    assert snapshot(data_dir) == before
+
+
+def test_cifar100_uses_fine_labels(tmp_path):
+    _, train_labels, test_images, _ = write_cifar(tmp_path / "cifar-100-python", "cifar100")
+    for where in (tmp_path, tmp_path / "cifar-100-python"):
+        data = load_dataset("cifar100", where)
+        check_form(data, 100, 32)
+        assert data.train_labels.tolist() == train_labels and np.array_equal(data.test_images, test_images)
+    assert data.class_names == sorted(set(data.class_names)) and len(data.class_names) == 100
+    assert "cifar-10-python.tar.gz not found" in error("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_archive_only_is_read_without_writing(tmp_path, name):
+    train_images, train_labels, _, _ = write_cifar(tmp_path / "made" / UNPACKED[name], name)
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    with tarfile.open(data_dir / ARCHIVE[name], "w:gz") as archive:
+        archive.add(tmp_path / "made" / UNPACKED[name], UNPACKED[name])
+    data_dir.chmod(0o555)
+    before = snapshot(data_dir)
+    data = load_dataset(name, data_dir)
+    assert np.array_equal(data.train_images, train_images) and data.train_labels.tolist() == train_labels
+    assert snapshot(data_dir) == before
+    data_dir.chmod(0o755)
+
+
+def test_official_cifar_pickles_load_without_warnings(tmp_path):
+    """The official files are Python 2 pickles of an old numpy: byte strings, numpy.core, align=0."""
+    write_cifar(tmp_path / UNPACKED["cifar10"])
+    image = colours(1, 9).reshape(1, -1)
+    short = lambda text: b"U" + bytes([len(text)]) + text       # noqa: E731
+    python2 = (b"\x80\x02}(" + short(b"data") + b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85"
+               + short(b"b") + b"tR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(" + short(b"u1") + b"K\x00K\x01tR(K\x03"
+               + short(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T\x00\x0c\x00\x00" + image.tobytes()
+               + b"tb" + short(b"labels") + b"](K\x07eu.")
+    (tmp_path / UNPACKED["cifar10"] / "test_batch").write_bytes(python2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = load_dataset("cifar10", tmp_path)
+    assert np.array_equal(data.test_images.reshape(1, -1), image) and data.test_labels.tolist() == [7]
+
+
+@pytest.mark.parametrize("place", ["", "svhn", "SVHN"])
+def test_svhn_places_labels_and_orientation(tmp_path, place):
+    images = write_svhn(tmp_path / place)
+    before = snapshot(tmp_path)
+    data = load_dataset("svhn", tmp_path)
+    check_form(data, 10, 32)
+    assert data.train_labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert data.class_names == list("0123456789") and np.array_equal(data.train_images, images)
+    assert data.train_images[0].nonzero().tolist() == [[0, 2, 29]]          # red, row 2, column 29
+    assert snapshot(tmp_path) == before
+
+
+def test_svhn_without_scipy(tmp_path, monkeypatch):
+    write_svhn(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "scipy.io", None)
+    assert "pip install scipy" in error("svhn", tmp_path)
+
+
+@pytest.mark.parametrize("place, zipped", [("", True), ("FashionMNIST/raw", True), ("FashionMNIST/raw", False),
+                                           ("fashion-mnist", True), ("dataset-fashion-mnist", True)])
+def test_fashionmnist_places_and_padding(tmp_path, place, zipped):
+    images = write_fashion(tmp_path / place, zipped)
+    for where in (tmp_path, tmp_path / place):
+        data = load_dataset("fashion-mnist", where)
+        check_form(data, 10, 32)
+        for channel in range(3):
+            assert np.array_equal(data.test_images[:, channel, 2:30, 2:30], images)
+        border = data.train_images.clone()
+        border[:, :, 2:30, 2:30] = 0
+        assert border.sum() == 0 and data.train_labels.tolist() == list(range(10))
+    assert data.class_names[0] == "T-shirt/top" and data.class_names[9] == "Ankle boot"
+
+
+def test_side_resizes_originals(tmp_path):
+    train_images, *_ = write_cifar(tmp_path / UNPACKED["cifar10"])
+    data = load_dataset("cifar10", tmp_path, side=8)
+    check_form(data, 10, 8)
+    pooled = train_images.reshape(-1, 3, 8, 4, 8, 4).mean((3, 5))
+    assert np.abs(data.train_images.numpy() - pooled).mean() < 20           # antialiased: near the mean of each 4x4
+
+
+# ---- folder trees --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, place", [
+    ("cifar10", "cifar10"), ("cifar10", ""), ("cinic10", "cinic10"), ("cinic10", "CINIC-10"), ("cinic10", ""),
+    ("svhn", "SVHN"), ("fashionmnist", "fashionmnist")])
+def test_tree_in_place_of_the_originals(tmp_path, name, place):
+    names = [text.replace("/", "_") for text in common.CLASS_NAMES[name]]
+    write_tree(tmp_path / place, names)
+    (tmp_path / place / "valid" / "rubbish").mkdir(parents=True)
+    before = snapshot(tmp_path)
+    data = load_dataset(name, tmp_path)
+    check_form(data, 10, 32)
+    assert data.class_names == common.CLASS_NAMES[name]
+    assert data.train_labels.tolist() == [c for c in range(10) for _ in range(2)]
+    assert torch.equal(data.train_images[:, 0, 5, 5], (10 * data.train_labels).byte())      # label fits the content
+    assert data.train_images[:, 1, 5, 5].tolist() == [0, 10] * 10                           # files in sorted order
+    assert data.train_images[:, 2].max() == 0 and data.test_images[:, 2].min() == 255
+    assert snapshot(tmp_path) == before
+
+
+def test_tree_of_cifar100_and_label_ids_as_folder_names(tmp_path):
+    names = common.CLASS_NAMES["cifar100"]
+    write_tree(tmp_path / "a" / "cifar100", names[:25] + names[25:][::-1], per_class=1, side=2)
+    data = load_dataset("cifar100", tmp_path / "a", side=2)
+    assert data.class_names == names and data.train_images[:25, 0, 0, 0].tolist() == list(range(0, 250, 10))
+    write_tree(tmp_path / "b", [f"{i:02d}" for i in range(10)], per_class=1)
+    data = load_dataset("fashionmnist", tmp_path / "b")
+    assert data.class_names[9] == "Ankle boot" and data.train_images[9, 0, 0, 0] == 90
+
+
+def test_originals_come_before_a_tree_and_a_named_tree_before_data_dir_itself(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"])
+    write_tree(tmp_path / "cifar10", CLASSES10)
+    assert load_dataset("cifar10", tmp_path).train_images[2, 0, 0, 0] == 10
+    train_images, *_ = write_cifar(tmp_path / UNPACKED["cifar10"])
+    assert np.array_equal(load_dataset("cifar10", tmp_path).train_images, train_images)
+    assert load_dataset("folder", tmp_path).class_names == ["cat", "dog"]
+
+
+def test_fashion_tree_of_28_pixels_is_padded_like_the_originals(tmp_path):
+    write_tree(tmp_path, list("0123456789"), per_class=1, side=28)
+    image = load_dataset("fashionmnist", tmp_path).test_images[3]
+    assert image[2, :2].sum() == 0 and image[2, 2:30, 2:30].min() == 255 and image[2, :, 30:].sum() == 0
+
+
+def test_folder_sorts_class_names_and_ignores_the_order_of_the_file_system(tmp_path, monkeypatch):
+    write_tree(tmp_path, ["zebra", "Ant", "bee"], per_class=3)
+    real_scandir, real_listdir = os.scandir, os.listdir
+    results = []
+    for turn in (1, -1):
+        monkeypatch.setattr(os, "scandir", lambda p: sorted(real_scandir(p), key=lambda entry: entry.name)[::turn])
+        monkeypatch.setattr(os, "listdir", lambda p: sorted(real_listdir(p))[::turn])
+        results.append(load_dataset("folder", tmp_path))
+    monkeypatch.undo()
+    assert results[0].class_names == results[1].class_names == ["Ant", "bee", "zebra"]
+    for one, other in zip(results[0][:4], results[1][:4]):
+        assert torch.equal(one, other)
+    assert results[0].train_images[:, 0, 0, 0].tolist() == [10] * 3 + [20] * 3 + [0] * 3
+    assert results[0].train_images[:3, 1, 0, 0].tolist() == [0, 10, 20]
+
+
+def test_hidden_entries_and_other_files_are_ignored(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"], ending=".JPG")
+    for split in ("train", "test"):
+        for folder in (".ipynb_checkpoints", "__MACOSX", ".cache"):
+            (tmp_path / split / folder).mkdir()
+            Image.new("RGB", (32, 32)).save(tmp_path / split / folder / "a.png")
+        for file in (".DS_Store", "Thumbs.db", "desktop.ini", "cat/._000.JPG", "cat/.DS_Store", "cat/Thumbs.db",
+                     "cat/desktop.ini", "cat/notes.txt"):
+            (tmp_path / split / file).write_bytes(b"no image")
+        (tmp_path / split / "dog" / ".ipynb_checkpoints").mkdir()
+    data = load_dataset("folder", tmp_path)
+    assert data.class_names == ["cat", "dog"] and data.train_labels.tolist() == [0, 0, 1, 1]
+
+
+def test_empty_class_folder_is_named(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"])
+    (tmp_path / "test" / "dog" / "000.png").unlink()
+    (tmp_path / "test" / "dog" / "001.png").rename(tmp_path / "test" / "dog" / "001.txt")
+    assert f"{tmp_path / 'test' / 'dog'} holds no images" in error("folder", tmp_path)
+
+
+def test_missing_and_surplus_classes_are_listed(tmp_path):
+    write_tree(tmp_path, CLASSES10[1:] + ["zeppelin", "Truck"], per_class=1)
+    message = error("cifar10", tmp_path)
+    assert "11 class folders, 10 expected, missing: airplane, surplus: truck, zeppelin" in message   # Truck came first
+
+
+def test_train_and_test_need_the_same_classes(tmp_path):
+    write_tree(tmp_path, ["ant", "bee"])
+    (tmp_path / "train" / "cat").mkdir()
+    (tmp_path / "test" / "dog").mkdir()                         # "folder" takes names as they are: a-nt is not ant
+    for split in ("train", "test"):
+        (tmp_path / split / "bee").rename(tmp_path / split / "a-nt")
+    message = error("folder", tmp_path)
+    assert f"{tmp_path / 'train'} has 3 class folders, 4 expected, missing: dog" in message
+    assert f"{tmp_path / 'test'} has 3 class folders, 4 expected, missing: cat" in message
+
+
+def test_no_classes_at_all(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "test").mkdir()
+    assert "0 class folders" in error("folder", tmp_path)
+    assert "0 class folders, 10 expected, missing: airplane" in error("cinic10", tmp_path)
+
+
+# ---- pixels --------------------------------------------------------------------------------------------------------
+def picture_cases():
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([200, 0, 0, 0, 100, 0])
+    palette.putdata([0, 1])
+    clear = palette.copy()
+    clear.info["transparency"] = 1
+    yield "L", ".png", Image.new("L", (2, 1), 77), [[77] * 3] * 2
+    yield "LA", ".png", Image.new("LA", (2, 1), (100, 51)), [[224] * 3] * 2            # 100 * 0.2 + 255 * 0.8
+    yield "RGBA", ".png", Image.new("RGBA", (2, 1), (10, 20, 30, 0)), [[255] * 3] * 2
+    yield "RGBA-opaque", ".png", Image.new("RGBA", (2, 1), (10, 20, 30, 255)), [[10, 20, 30]] * 2
+    yield "P", ".png", palette, [[200, 0, 0], [0, 100, 0]]
+    yield "P-clear", ".png", clear, [[200, 0, 0], [255, 255, 255]]
+    yield "1", ".png", Image.fromarray(np.array([[True, False]])), [[255] * 3, [0] * 3]
+    yield "CMYK", ".tif", Image.new("CMYK", (2, 1), (0, 255, 0, 0)), [[255, 0, 255]] * 2
+    for ending in (".png", ".tif"):
+        sixteen = Image.fromarray(np.array([[65535, 257 * 100]], dtype=np.uint16))
+        yield f"I;16{ending}", ending, sixteen, [[255] * 3, [100] * 3]
+    yield "I", ".tif", Image.fromarray(np.array([[65535, 257 * 3 + 200]], dtype=np.int32)), [[255] * 3, [4] * 3]
+
+
+@pytest.mark.parametrize("mode, ending, image, expected", [pytest.param(*case, id=case[0]) for case in picture_cases()])
+def test_image_modes(tmp_path, mode, ending, image, expected):
+    write_tree(tmp_path, ["cat", "dog"], side=2)
+    image = image.resize((2, 2), Image.Resampling.NEAREST)
+    options = {"transparency": 1} if mode == "P-clear" else {}
+    image.save(tmp_path / "train" / "cat" / f"000{ending}", **options)
+    if ending != ".png":
+        (tmp_path / "train" / "cat" / "000.png").unlink()
+    data = load_dataset("folder", tmp_path, side=2)
+    assert data.train_images[0, :, 0].T.tolist() == expected
+
+
+def test_floats_are_refused(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"])
+    Image.fromarray(np.ones((4, 4), dtype=np.float32)).save(tmp_path / "train" / "dog" / "x.tif")
+    assert "x.tif" in error("folder", tmp_path)
+
+
+def test_crop_resize_and_exif(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"])
+    wide = np.zeros((16, 64, 3), np.uint8)
+    wide[:, 24:40, 0] = 255                                     # the middle square is red, the rest black
+    Image.fromarray(wide).save(tmp_path / "train" / "cat" / "000.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6                                            # turn by 90 degrees clockwise
+    upright = np.zeros((32, 32, 3), np.uint8)
+    upright[:8] = 255                                           # bright above in the file, on the right when turned
+    Image.fromarray(upright).save(tmp_path / "train" / "cat" / "001.png", exif=exif)
+    data = load_dataset("folder", tmp_path)
+    assert data.train_images[0, 0, :, 1:-1].min() == 255 and data.train_images[0, 1].max() == 0
+    assert data.train_images[1, 0, :, 24:].min() == 255 and data.train_images[1, 0, :, :24].max() == 0
+    stripes = np.zeros((64, 64, 3), np.uint8)
+    stripes[:, ::2] = 255
+    Image.fromarray(stripes).save(tmp_path / "train" / "cat" / "000.png")
+    smooth = load_dataset("folder", tmp_path, side=16).train_images[0].float()
+    assert (smooth - 127.5).abs().max() < 20                    # antialiased: stripes turn grey
+
+
+# ---- damaged and missing files -------------------------------------------------------------------------------------
+def damage(path, how):
+    raw = path.read_bytes()
+    path.write_bytes({"truncated": raw[:len(raw) * 2 // 3], "garbage": b"\x93 no such format " * 50, "empty": b""}[how])
+
+
+@pytest.mark.parametrize("how", ["truncated", "garbage", "empty"])
+@pytest.mark.parametrize("kind", ["pickle", "mat", "gz", "jpg", "png", "tar.gz"])
+def test_damaged_files_are_named(tmp_path, kind, how):
+    if kind == "pickle":
+        name, path = "cifar10", tmp_path / UNPACKED["cifar10"] / "data_batch_3"
+        write_cifar(path.parent)
+    elif kind == "mat":
+        name, path, _ = "svhn", tmp_path / "test_32x32.mat", write_svhn(tmp_path)
+    elif kind == "gz":
+        name, path, _ = "fashionmnist", tmp_path / "t10k-images-idx3-ubyte.gz", write_fashion(tmp_path)
+    elif kind == "tar.gz":
+        name, path, _ = "cifar10", tmp_path / ARCHIVE["cifar10"], write_cifar(tmp_path / "made")
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(tmp_path / "made", UNPACKED["cifar10"])
+    else:
+        name, path = "folder", tmp_path / "train" / "dog" / f"001.{kind}"
+        write_tree(tmp_path, ["cat", "dog"])
+        path.unlink(missing_ok=True)
+        Image.fromarray(colours(1, 0, (64, 64, 3))[0]).save(path)
+    load_dataset(name, tmp_path)
+    damage(path, how)
+    assert str(path) in error(name, tmp_path)
+
+
+def test_wrong_content_is_named(tmp_path):
+    folder = tmp_path / UNPACKED["cifar10"]
+    write_cifar(folder)
+    for content, word in (({"data": colours(2, 0).reshape(2, -1), "labels": [0, 10]}, "labels 0 to 10"),
+                          ({"data": colours(2, 0).reshape(2, -1), "labels": [0, -1]}, "labels -1 to 0"),
+                          ({"data": colours(2, 0).reshape(2, -1), "labels": [0]}, "1 labels"),
+                          ({"data": colours(2, 0).reshape(2, -1) / 255, "labels": [0, 1]}, "float64"),
+                          ({"data": colours(0, 0).reshape(0, 3072), "labels": []}, "0 labels"),
+                          ({"fine_labels": [0]}, "KeyError"), ({"data": os.system}, "refuses to load")):
+        (folder / "test_batch").write_bytes(pickle.dumps(content))
+        message = error("cifar10", tmp_path)
+        assert word in message and str(folder / "test_batch") in message
+    (folder / "data_batch_4").unlink()
+    assert str(folder / "data_batch_4") in error("cifar10", tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(b"")
+    write_fashion(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.arange(9, dtype=np.uint8))))
+    assert "9 labels" in error("fashionmnist", tmp_path)
+    floats = idx(np.arange(10, dtype=np.uint8)).replace(b"\0\0\x08", b"\0\0\x0d", 1)
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(floats))
+    assert "no IDX file of bytes" in error("fashionmnist", tmp_path)
+    write_svhn(tmp_path)
+    savemat(tmp_path / "train_32x32.mat", {"X": colours(2, 0).transpose(2, 3, 1, 0), "y": np.array([[1], [11]])})
+    assert "labels 1 to 11" in error("svhn", tmp_path) and str(tmp_path / "train_32x32.mat") in error("svhn", tmp_path)
+
+
+def test_archive_without_a_batch_is_named(tmp_path):
+    with tarfile.open(tmp_path / ARCHIVE["cifar10"], "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("cifar-10-batches-py/readme.html"), io.BytesIO())
+    assert "data_batch_1" in error("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("cifar10", ["https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "/cifar-10-batches-py, "]),
+    ("cifar100", ["https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "/cifar-100-python, "]),
+    ("svhn", ["svhn/train_32x32.mat", "http://ufldl.stanford.edu/housenumbers/train_32x32.mat"]),
+    ("fashionmnist", ["FashionMNIST/raw/train-images-idx3-ubyte.gz", "http://fashion-mnist.s3"]),
+    ("cinic10", ["CINIC-10.tar.gz", "https://datashare.ed.ac.uk/", "not downloaded automatically"]),
+    ("folder", ["train or test is missing"])])
+@pytest.mark.parametrize("exists", [True, False])
+def test_missing_data_message(tmp_path, name, words, exists):
+    data_dir = tmp_path if exists else tmp_path / "no such folder"
+    message = error(name, data_dir)
+    tree = data_dir / name if name != "folder" else data_dir
+    assert all(word in message for word in [*words, "--data-dir", f"{tree}/{{train,test}}/<class>/*"])
+    if name not in ("cinic10", "folder"):
+        assert "download failed (OSError: network is unreachable)" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_missing_files_are_downloaded(tmp_path, monkeypatch):
+    write_svhn(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "train_32x32.mat").rename(tmp_path / "train_32x32.mat")
+    fetched = []
+    def fake(url, path, md5):
+        fetched.append((url, path, md5))
+        path.parent.mkdir()
+        path.write_bytes((tmp_path / "elsewhere" / path.name).read_bytes())
+    monkeypatch.setattr(common, "download", fake)
+    for _ in range(2):
+        assert len(load_dataset("svhn", tmp_path).test_labels) == 10
+    assert fetched == [("http://ufldl.stanford.edu/housenumbers/test_32x32.mat", tmp_path / "svhn" / "test_32x32.mat",
+                        "eb5a983be6a315427106f1b164d9cef3")]
+
+
+def test_download_leaves_a_complete_file_or_nothing(tmp_path, monkeypatch):
+    monkeypatch.undo()                                          # the real common.download
+    def half(url, root, filename, md5):
+        (Path(root) / filename).write_bytes(b"half")
+        raise RuntimeError("File not found or corrupted.")
+    monkeypatch.setattr(common, "download_url", half)
+    message = error("cifar10", tmp_path)
+    assert "RuntimeError: File not found or corrupted." in message and list(tmp_path.iterdir()) == []
+    def whole(url, root, filename, md5):
+        (Path(root) / filename).write_bytes(b"all")
+    monkeypatch.setattr(common, "download_url", whole)
+    socket.setdefaulttimeout(77)
+    common.download("http://x", tmp_path / "new" / "file.gz", "0" * 32)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["file.gz"]
+    assert socket.getdefaulttimeout() == 77                     # restored
+    socket.setdefaulttimeout(None)
+    (tmp_path / "file").write_bytes(b"")
+    assert "Not a directory" in error("cifar10", tmp_path / "file" / "below")       # a place that cannot be written
+
+
+def test_dead_proxy_fails_quickly(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    for variable in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")      # nobody listens: no packet leaves the machine
+    monkeypatch.delenv("no_proxy", raising=False)
+    start = time.monotonic()
+    for name in ("cifar10", "svhn", "fashionmnist"):
+        assert "refused" in error(name, tmp_path)
+    assert time.monotonic() - start < 5
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_data_dir_is_a_file(tmp_path):
+    (tmp_path / "data").write_text("")
+    assert f"--data-dir {tmp_path / 'data'}" in error("cifar10", tmp_path / "data")
+
+
+# ---- --train-subset ------------------------------------------------------------------------------------------------
+def test_train_subset_is_balanced_ordered_and_leaves_the_test_set_alone(tmp_path):
+    full = load_dataset("digits", "nowhere")
+    part = load_dataset("digits", "nowhere", train_subset=103)
+    assert torch.bincount(part.train_labels).tolist() == [11, 11, 11] + [10] * 7
+    assert torch.equal(part.test_images, full.test_images)
+    def rows(data):
+        return [(image.numpy().tobytes(), int(y)) for image, y in zip(data.train_images, data.train_labels)]
+    order = {row: i for i, row in enumerate(rows(full))}
+    kept = [order[row] for row in rows(part)]
+    assert kept == sorted(set(kept)) and kept[-1] > 1250                    # original order, spread over the whole set
+    again = load_dataset("digits", "nowhere", train_subset=103)
+    assert torch.equal(part.train_images, again.train_images)
+
+
+def test_train_subset_of_a_tree_decodes_only_what_it_keeps(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"], per_class=4)
+    for broken in ("cat/001.png", "cat/003.png", "dog/001.png", "dog/003.png"):
+        (tmp_path / "train" / broken).write_bytes(b"broken")
+    data = load_dataset("folder", tmp_path, train_subset=4)
+    assert data.train_labels.tolist() == [0, 0, 1, 1] and data.train_images[:, 1, 0, 0].tolist() == [0, 20, 0, 20]
+    assert len(data.test_labels) == 8
+
+
+def test_train_subset_errors(tmp_path):
+    assert "--train-subset 9: must be from 10 " in error("digits", "nowhere", train_subset=9)
+    assert "--train-subset 0" in error("digits", "nowhere", train_subset=0)
+    assert "to 1438" in error("digits", "nowhere", train_subset=1439)
+    write_tree(tmp_path, ["cat", "dog"], per_class=4)
+    (tmp_path / "train" / "dog" / "000.png").unlink()
+    assert "--train-subset 8: must be from 2 (one image a class) to 7 " in error("folder", tmp_path, train_subset=8)
+    with pytest.raises(UserError, match="needs 2 images of class dog, which has 1; 2 is possible"):
+        common.balanced_subset(torch.tensor([0, 0, 0, 1]), ["cat", "dog"], 4)
+    assert len(load_dataset("folder", tmp_path, train_subset=7).train_labels) == 7
