@@ -444,12 +444,13 @@ def local_loss(args, net, teacher, views, label, class_prior):
     n_lab, n_unl, classes = len(label), (len(views) - len(label)) // 2, len(class_prior)
     with torch.autocast(views.device.type, torch.bfloat16, enabled=args.amp):
         features, logits = net(views)
-        with torch.no_grad():
-            _, global_logits = teacher(views[:n_lab + n_unl])              # labelled and weak rows
+        with torch.no_grad():                                              # weak rows, and labelled ones for DIFF-5
+            asked = 0 if args.icpl and args.labelled_set == "global" else n_lab
+            _, global_logits = teacher(views[asked:n_lab + n_unl])
     features, logits, global_prob = features.float(), logits.float(), global_logits.float().softmax(1)
     lab_logits, weak_logits, strong_logits = logits.split([n_lab, n_unl, n_unl])
     local_prob = weak_logits.detach().softmax(1)                           # (U, C), no gradient through a teacher
-    lab_global_prob, global_prob = global_prob.split([n_lab, n_unl])
+    lab_global_prob, global_prob = global_prob.split([n_lab - asked, n_unl])
 
     loss_sup = F.cross_entropy(lab_logits, label) if n_lab else logits.new_zeros(())
     pseudo_label = global_prob.argmax(1)

@@ -305,13 +305,14 @@ class StoredNet(torch.nn.Module):
         self.proxy_proj = lambda x: F.linear(x, case.proxy_proj_weight)
 
     def forward(self, views):
-        return self.features[:len(views)], self.logits[:len(views)]
+        rows = views[:, 0, 0, 0].long()                                    # a view's one pixel value is its row number
+        return self.features[rows], self.logits[rows]
 
 
 def step(variant, features, local_logits, global_prob, label, prior, case, *flags):
     args = proxyfl.parse_args(["--variant", variant, *map(str, flags)])
     args.amp = False
-    views = torch.zeros(len(features), 3, 8, 8)
+    views = torch.arange(len(features)).float().view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
     return proxyfl.local_loss(args, StoredNet(features, local_logits, case), StoredNet(features, global_prob.log(), case), views, label, prior)
 
 
