@@ -346,6 +346,13 @@ class RunFolder:
                 "bytes_down": sum(int(row["bytes_down"]) for row in self.rows),
                 "finished": len(accuracy) >= self.settings["rounds"]}
 
+    def print_summary(self):
+        """The last line of a run."""
+        end = self.summary()
+        print(f"final {end['final_acc_pct']:.2f} % after {end['rounds']} rounds | mean of the last 10: "
+              f"{end['mean_last10_acc_pct']:.2f} % | best on the test set, no headline: {end['best_acc_pct']:.2f} % "
+              f"in round {end['best_round']} | {end['seconds']:.0f} s | {self.path}")
+
     def plot(self, panels):
         """curves.png: one panel for each entry {title: [column, ...]}, over the rounds."""
         if not self.writer:
@@ -442,6 +449,10 @@ def print_table(rows, class_names, most=20):
         print(" | ".join(cells))
     if len(rows) > most:
         print(f"... {len(rows) - most} more clients: see clients.csv")
+    for kind in ("labelled", "unlabelled"):
+        without = [row["client"] for row in rows if not row[kind]]
+        if without:
+            print(f"{len(without)} clients own no {kind} image, the first is client {without[0]}")
 
 
 class Dataset(NamedTuple):

@@ -54,18 +54,19 @@ from tqdm import tqdm
 import common
 
 # Values that depend on the data set; they fill flags that were not given. Paper: Sec. 6.1 and the official train.sh.
-PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu=2, lr=0.1, width=64, image_size=32, flip=True)
+PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu=2, lr=0.1, width=64, image_size=32,
+             flip=True)
 PRESETS = {
     "cifar10": PAPER | dict(rounds=300, gpt_epochs=100),
     "cifar100": PAPER | dict(rounds=500, gpt_epochs=10),
     "svhn": PAPER | dict(rounds=150, gpt_epochs=100, flip=False),
     "cinic10": PAPER | dict(rounds=400, gpt_epochs=100),
-    "fashionmnist": PAPER | dict(rounds=150, gpt_epochs=100),       # not in the paper
-    "folder": PAPER | dict(rounds=300, gpt_epochs=100),             # not in the paper
-    "digits": PAPER | dict(clients=10, clients_per_round=5, rounds=30, batch_size=32, gpt_epochs=100, width=16, image_size=8,
-                           flip=False),                             # not in the paper: a minute or two on a laptop CPU
+    "fashionmnist": PAPER | dict(rounds=150, gpt_epochs=100),              # not in the paper
+    "folder": PAPER | dict(rounds=300, gpt_epochs=100),                    # not in the paper
+    "digits": PAPER | dict(clients=10, clients_per_round=5, rounds=30, batch_size=32, gpt_epochs=100, width=16,
+                           image_size=8, flip=False),                      # ours: a minute or two on a laptop CPU
 }
-VARIANTS = {                      # flag: (the paper's equations, the released code)
+VARIANTS = {                            # flag: (the paper's equations, the released code)
     "gpt_contrast": ("locals", "globals"),
     "gpt_margin": (0.0, 100.0),
     "gpt_batch_size": (0, 4),
@@ -83,81 +84,103 @@ CIFAR10_MEAN, CIFAR10_STD, CIFAR10_TEST_STD = (.4914, .4822, .4465), (.2471, .24
 
 
 def parse_args(argv=None):
-    parser = common.Parser(prog="proxyfl.py", description=__doc__.split("\n\n")[0] +
-                           "\nDefaults marked [preset] depend on the data set: see PRESETS; [variant]: see VARIANTS.")
+    parser = common.Parser(prog="proxyfl.py", description=__doc__.split("\n\n")[0], epilog="In brackets: the default "
+                           "and its source. [preset] depends on the data set, see PRESETS; [variant] see VARIANTS.")
     number, switch = common.number, common.argparse.BooleanOptionalAction
     run = parser.add_argument_group("run")
-    run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1, help="drives everything random but the split [1]")
+    run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
+                     help="drives everything random but the split [1]")
     run.add_argument("--split-seed", type=number(int, 0, 2**31 - 8), default=0,
                      help="which images are labelled and who owns them; 0 is the official split [0]")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
-    run.add_argument("--amp", action=switch, default=None, help="bfloat16 autocast; losses stay float32 [on for CUDA]")
+    run.add_argument("--amp", action=switch, default=None, help="bfloat16 autocast, losses in float32 [on for CUDA]")
     run.add_argument("--compile", action=switch, default=False, help="torch.compile the network [off]")
     run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
-    run.add_argument("--run-name", default=None, help="name of the run folder [proxyfl_<dataset>_a<alpha>_s<seed>]")
+    run.add_argument("--run-name", default=None, help="the run folder [proxyfl_<dataset>_a<alpha>_s<seed>]")
     run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
     run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", type=common.dataset_name, default="digits", help=", ".join(PRESETS) + " [digits]")
-    data.add_argument("--data-dir", default="data", help="folder of the data sets; what is missing is downloaded [data]")
-    data.add_argument("--train-subset", type=number(int, 1), default=None, help="class-balanced subset of N training images [all]")
-    data.add_argument("--image-size", type=number(int, 8, 1024), default=None, help="side in pixels, a multiple of 4 [preset, 32]")
-    data.add_argument("--flip", action=switch, default=None,
-                      help="mirror images at random; off for digits (DIFF-17: the official code mirrors SVHN too) [preset]")
+    data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
+    data.add_argument("--train-subset", type=number(int, 1), default=None,
+                      help="class-balanced subset of N training images, for quick runs [all]")
+    data.add_argument("--image-size", type=number(int, 8, 1024), default=None,
+                      help="side in pixels, a multiple of 4 [preset, paper 32]")
+    data.add_argument("--flip", action=switch, default=None, help="mirror images at random, DIFF-17 [preset]")
     data.add_argument("--stats", choices=("dataset", "official"), default="dataset",
-                      help="normalise by the training images' mean and deviation, or as the official code does, DIFF-15 [dataset]")
+                      help="normalise by the training images' mean and deviation, or as the code, DIFF-15 [dataset]")
     fed = parser.add_argument_group("federation")
-    fed.add_argument("--alpha", type=common.concentration, default=0.1, help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1]")
+    fed.add_argument("--alpha", type=common.concentration, default=0.1,
+                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1; paper 0.1, 0.5, 1]")
     fed.add_argument("--partition", choices=("official", "dirichlet"), default="official",
-                     help="the published protocol (two-way draws inside slices, equal sizes) or a textbook draw over all clients, DIFF-18 [official]")
-    fed.add_argument("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1, help="labelled share of each class (Table 6: 0.1, 0.2) [0.1]")
+                     help="the published protocol, or a textbook draw over all clients, DIFF-18 [official]")
+    fed.add_argument("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1,
+                     help="labelled share of each class [0.1; Table 6 has 0.2 as well]")
     fed.add_argument("--clients", type=number(int, 1), default=None, help="K [preset, paper 20]")
     fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
     fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
     fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="an epoch has floor(pool / batch size) steps, about --mu passes over the unlabelled pool [preset, paper 5]")
+                     help="of floor(pool / batch size) steps: about --mu passes over the pool each [preset, paper 5]")
     fed.add_argument("--client-weight", choices=("images", "official"), default="images",
-                     help="a client's weight in the average: its images, or 2000 x labelled + images, DIFF-16 [images]")
+                     help="in the average: a client's images, or 2000 x labelled + images, DIFF-16 [images]")
     opt = parser.add_argument_group("optimiser (SGD, no schedule)")
-    opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images a step [preset, paper 128]")
-    opt.add_argument("--mu", type=number(int, 1), default=None, help="U = mu * B unlabelled images a step [preset, paper 2]")
+    opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
+    opt.add_argument("--mu", type=number(int, 1), default=None, help="U = mu * B unlabelled images [preset, paper 2]")
     opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")
     opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, official train.sh]")
     opt.add_argument("--weight-decay", type=number(float, 0), default=1e-4, help="[1e-4, official train.sh]")
     opt.add_argument("--shared-momentum", action=switch, default=False,
                      help="keep momentum across clients and rounds, which no real federation can, DIFF-14 [off]")
-    opt.add_argument("--width", type=number(int, 1), default=None, help="channels of ResNet-8's first stage [preset, paper 64]")
+    opt.add_argument("--width", type=number(int, 1), default=None,
+                     help="channels of ResNet-8's first stage [preset, paper 64]")
     ssl = parser.add_argument_group("pseudo-labels (Sec. 3)")
-    ssl.add_argument("--conf-threshold", type=number(float, 0, 2), default=0.95, help="tau; above 1 nothing passes [0.95]")
-    ssl.add_argument("--lambda-u", type=number(float, 0), default=1.0, help="weight of the unlabelled loss [1, official]")
-    ssl.add_argument("--lu-mean", choices=("confident", "batch"), default=None, help="divisor of Eq. 9, DIFF-13 [variant]")
-    ssl.add_argument("--confident", choices=("global", "union"), default=None, help="whose confidence counts, DIFF-4 [variant]")
+    ssl.add_argument("--conf-threshold", type=number(float, 0, 2), default=0.95,
+                     help="tau; above 1 nothing passes [0.95, paper]")
+    ssl.add_argument("--lambda-u", type=number(float, 0), default=1.0, help="weight of the unlabelled loss [1, code]")
+    ssl.add_argument("--lu-mean", choices=("confident", "batch"), default=None,
+                     help="divisor of Eq. 9, DIFF-13 [variant]")
+    ssl.add_argument("--confident", choices=("global", "union"), default=None,
+                     help="whose confidence counts, DIFF-4 [variant]")
     method = parser.add_argument_group("ProxyFL (Sec. 5)")
-    method.add_argument("--variant", choices=("paper", "official"), default="official", help="column of VARIANTS [official]")
-    method.add_argument("--gpt", action=switch, default=True, help="global proxy tuning (Table 2); off averages the proxies [on]")
-    method.add_argument("--gpt-epochs", type=number(int, 0), default=None, help="q, passes over the uploaded proxies (Fig. 7) [preset, paper 100 or 10]")
-    method.add_argument("--gpt-lr", type=number(float, 0), default=0.005, help="(Sec. 6.1 and train.sh; options.py has 0.01) [0.005]")
-    method.add_argument("--gpt-contrast", choices=("locals", "globals"), default=None, help="what competes in Eq. 2, DIFF-1 [variant]")
-    method.add_argument("--gpt-margin", type=number(float, 0), default=None, help="upper bound of the margin, 0 for none, DIFF-2 [variant]")
+    method.add_argument("--variant", choices=("paper", "official"), default="official",
+                        help="which column of VARIANTS [official: it measured better, see the README]")
+    method.add_argument("--gpt", action=switch, default=True,
+                        help="global proxy tuning (Table 2); off averages the proxies [on]")
+    method.add_argument("--gpt-epochs", type=number(int, 0), default=None,
+                        help="q, passes over the uploaded proxies (Fig. 7) [preset, paper 100 or 10]")
+    method.add_argument("--gpt-lr", type=number(float, 0), default=0.005,
+                        help="[0.005, Sec. 6.1 and train.sh; options.py has 0.01]")
+    method.add_argument("--gpt-contrast", choices=("locals", "globals"), default=None,
+                        help="which proxies compete in Eq. 2, DIFF-1 [variant]")
+    method.add_argument("--gpt-margin", type=number(float, 0), default=None,
+                        help="upper bound of the margin, 0 for none, DIFF-2 [variant]")
     method.add_argument("--gpt-batch-size", type=number(int, 0), default=None,
-                        help="proxies a step, mean loss; 0 for all at once, summed, DIFF-3 [variant; options.py has 10, train.sh 4]")
-    method.add_argument("--icpl", action=switch, default=True, help="indecisive-categories proxy learning (Table 2) [on]")
-    method.add_argument("--lambda-icpl", type=number(float, 0), default=1.0, help="weight of the contrastive loss [1, official]")
+                        help="proxies a step, 0 for all, DIFF-3 [variant; train.sh has 4, options.py 10]")
+    method.add_argument("--icpl", action=switch, default=True,
+                        help="indecisive-categories proxy learning (Table 2) [on]")
+    method.add_argument("--lambda-icpl", type=number(float, 0), default=1.0, help="weight of its loss [1, code]")
     method.add_argument("--candidate-set", choices=("prior", "top1", "top5"), default="prior",
-                        help="classes of an image of low confidence: above the prior (Eq. 4), or the top 1 or 5 (Table 4) [prior]")
-    method.add_argument("--empty-set", choices=("top1", "none"), default="top1", help="no class above the prior, DIFF-10 [top1; official none]")
-    method.add_argument("--labelled-set", choices=("truth", "global"), default=None, help="DIFF-5 [variant]")
-    method.add_argument("--positive-weights", choices=("local", "global"), default=None, help="DIFF-6 [variant]")
+                        help="classes of an unconfident image: above the prior, or the first 1 or 5 (Table 4) [prior]")
+    method.add_argument("--empty-set", choices=("top1", "none"), default="top1",
+                        help="if no class is above the prior, DIFF-10 [top1; code none]")
+    method.add_argument("--labelled-set", choices=("truth", "global"), default=None,
+                        help="class set of a labelled image, DIFF-5 [variant]")
+    method.add_argument("--positive-weights", choices=("local", "global"), default=None,
+                        help="probabilities in Eq. 6, DIFF-6 [variant]")
     method.add_argument("--similarity", choices=("dot", "cosine", "projected"), default=None,
-                        help="Eq. 8 as printed; at unit length; projected, then at unit length, DIFF-7 [variant]")
-    method.add_argument("--negative-floor", type=number(float, -2, 1), default=None, help="negatives at or below it drop out, -2 keeps all, DIFF-8 [variant]")
-    method.add_argument("--icpl-mean", choices=("separate", "joint"), default=None, help="DIFF-9 [variant]")
-    method.add_argument("--prior-counts", choices=("clients", "pooled"), default=None, help="DIFF-11 [variant]")
-    method.add_argument("--prior-momentum", type=number(float, 0, 1), default=None, help="DIFF-12 [variant]")
+                        help="in Eq. 8: as printed; unit length; projected, then unit length, DIFF-7 [variant]")
+    method.add_argument("--negative-floor", type=number(float, -2, 1), default=None,
+                        help="negatives with a similarity up to this drop out, -2 keeps all, DIFF-8 [variant]")
+    method.add_argument("--icpl-mean", choices=("separate", "joint"), default=None,
+                        help="averages of Eq. 8, DIFF-9 [variant]")
+    method.add_argument("--prior-counts", choices=("clients", "pooled"), default=None,
+                        help="in Eq. 5: mean of the clients' proportions, or pooled counts, DIFF-11 [variant]")
+    method.add_argument("--prior-momentum", type=number(float, 0, 1), default=None,
+                        help="smoothing of the prior over rounds, DIFF-12 [variant]")
     args = parser.parse_args(argv)
 
     column = ("paper", "official").index(args.variant)
-    for name, value in {**PRESETS[args.dataset], **{key: pair[column] for key, pair in VARIANTS.items()}}.items():
+    for name, value in (PRESETS[args.dataset] | {key: pair[column] for key, pair in VARIANTS.items()}).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.run_name = args.run_name or f"proxyfl_{args.dataset}_a{args.alpha:g}_s{args.seed}"
@@ -241,8 +264,9 @@ def unlabelled_loss(strong_logits, pseudo_label, mask, mean_over):
 
 def indecisive_set(global_prob, class_prior, kind="prior", empty_set="top1"):
     """Eq. 4: the classes that the global model hesitates between, one row per unlabelled image, (U, C) bool."""
-    if kind != "prior":                                                    # Table 4
-        return torch.zeros_like(global_prob, dtype=torch.bool).scatter_(1, global_prob.topk(int(kind[3:])).indices, True)
+    if kind != "prior":                                                    # Table 4: top1, top5
+        top = global_prob.topk(int(kind.removeprefix("top"))).indices
+        return torch.zeros_like(global_prob, dtype=torch.bool).scatter_(1, top, True)
     candidate = global_prob > class_prior                                  # (U, C) > (C,) -> (U, C)
     if empty_set == "top1":
         # DIFF-10 Probabilities equal to the prior exceed it nowhere. The official code then has no positive and makes
@@ -252,31 +276,43 @@ def indecisive_set(global_prob, class_prior, kind="prior", empty_set="top1"):
     return candidate
 
 
-def positive_proxy(weights, class_set, proxy):
-    """Eq. 6: a row's own proxy, or the proxies of its classes weighted by predicted probability (not renormalised)."""
-    return (weights * class_set) @ proxy                                   # (N, C) @ (C, D) -> (N, D)
+def class_sets(global_prob, confident, class_prior, kind, empty_set):
+    """xi of each image: its pseudo-label alone where that is trusted, else the indecisive set, (U, C) bool."""
+    top1 = F.one_hot(global_prob.argmax(1), global_prob.shape[1]).bool()
+    return torch.where(confident[:, None], top1, indecisive_set(global_prob, class_prior, kind, empty_set))
 
 
-def icpl_loss(features, positive, class_set, anchor, confident, negative_floor, mean_over):
+def positive_proxy(prob, confident, class_set, proxy):
+    """Eq. 6: the proxy of a trusted pseudo-label, or those of the candidate classes weighted by probability.
+
+    The weights are not scaled to sum to one.
+    """
+    weights = prob.masked_fill(confident[:, None], 1) * class_set          # (U, C)
+    return weights @ proxy                                                 # (U, C) @ (C, D) -> (U, D)
+
+
+def icpl_loss(features, class_set, positive, confident, negative_floor, mean_over):
     """Eqs. 7 and 8: each anchor is drawn to its positive proxy, away from all rows that share no class with it.
 
-    features, positive (N, D); class_set (N, C) bool; anchor, confident (N,) bool. No temperature.
-    An anchor without a negative has loss 0.
+    features (N, D), class_set (N, C) bool. The last rows are the anchors: positive (2U, D), confident (2U,) bool. The
+    B labelled rows before them serve as negatives alone. No temperature. An anchor without a negative has loss 0.
     """
-    class_set = class_set.to(features.dtype)
-    similarity = features @ features.T                                     # (N, N)
-    disjoint = class_set @ class_set.T == 0                                # Eq. 7: negatives share no class
+    anchor = features[len(features) - len(positive):]                      # (2U, D)
+    sets = class_set.to(features.dtype)
+    disjoint = sets[len(features) - len(positive):] @ sets.T == 0          # Eq. 7: negatives share no class, (2U, N)
+    similarity = anchor @ features.T
     # DIFF-8 the official code leaves out negatives whose similarity is not above 1e-6; --negative-floor -2 keeps all.
     similarity = similarity.masked_fill(~(disjoint & (similarity > negative_floor)), -math.inf)
-    to_positive = (features * positive).sum(1, keepdim=True)               # (N, 1)
+    to_positive = (anchor * positive).sum(1, keepdim=True)                 # (2U, 1)
     loss = torch.cat([to_positive, similarity], 1).logsumexp(1) - to_positive[:, 0]
     # DIFF-9 Eq. 8 adds the mean over confident anchors and the mean over the others; the official code takes one mean
     # over all. Default: official; --icpl-mean separate gives Eq. 8.
-    groups = [anchor] if mean_over == "joint" else [anchor & confident, anchor & ~confident]
-    return sum((loss * group).sum() / group.sum().clamp(min=1) for group in groups)
+    if mean_over == "joint":
+        return loss.mean()
+    return sum((loss * group).sum() / group.sum().clamp(min=1) for group in (confident, ~confident))
 
 
-EXACT = "donot_use_mm_for_euclid_dist"      # torch.cdist: no cancellation between close proxies; gradient 0 at distance 0
+EXACT = "donot_use_mm_for_euclid_dist"  # of torch.cdist: close proxies do not cancel; the gradient at distance 0 is 0
 
 
 def gpt_loss(global_proxy, proxy, target, margin, contrast):
@@ -293,7 +329,8 @@ def gpt_loss(global_proxy, proxy, target, margin, contrast):
     clients, classes, _ = proxy.shape
     distance = torch.cdist(global_proxy, proxy, compute_mode=EXACT)        # (M, C global, C of the client)
     distance = distance + margin * torch.eye(classes, device=proxy.device)
-    return F.cross_entropy(-distance.flatten(0, 1), torch.arange(classes, device=proxy.device).repeat(clients), reduction="sum")
+    target = torch.arange(classes, device=proxy.device).repeat(clients)
+    return F.cross_entropy(-distance.flatten(0, 1), target, reduction="sum")
 
 
 def max_min_distance(proxy):
@@ -305,7 +342,7 @@ def max_min_distance(proxy):
 def tune_global_proxy(global_proxy, proxy, epochs, lr, batch_size, margin_cap, contrast, rng):
     """Global proxy tuning (Sec. 5.1): gradient steps on Eq. 2 from the averaged proxies.
 
-    global_proxy (C, D), proxy (M, C, D). Returns the tuned (C, D), and the mean loss per uploaded proxy before and after.
+    global_proxy (C, D), proxy (M, C, D). Returns the tuned (C, D) and the mean loss per uploaded proxy, before, after.
     """
     clients, classes, width = proxy.shape
     rows = proxy.reshape(-1, width)                                        # row m * C + c is class c of client m
@@ -394,21 +431,24 @@ def client_update(args, rnd, client, data, received, net, teacher, optimizer):
     if not args.shared_momentum:                                           # DIFF-14
         optimizer.state.clear()
     rng = common.stream(args.seed, "client", rnd, client)
-    steps = max(1, len(pool) // args.batch_size)                           # divided by the *labelled* batch, as official
+    steps = max(1, len(pool) // args.batch_size)                           # by the *labelled* batch, as the code does
     n_lab = args.batch_size if len(labelled) else 0
     n_unl = min(args.mu * args.batch_size, len(pool))
     class_count, metrics = torch.zeros(classes, device=device), torch.zeros(len(METRICS), device=device)
     pool_index = common.to_device(pool, device)
 
+    def uniform(*shape):
+        return common.to_device(rng.random(shape, dtype=np.float32), device)
+
     for epoch in range(args.local_epochs if len(pool) else 0):
-        # All random numbers of an epoch are drawn on the host and cross over at once; nothing waits for the device.
-        lab_index = common.to_device(rng.choice(labelled, (steps, n_lab)) if n_lab else np.empty((steps, 0), np.int64), device)
+        # All random numbers of an epoch are drawn on the host and cross over at once; no step waits for the device.
+        lab_place = rng.choice(labelled, (steps, n_lab)) if n_lab else np.empty((steps, 0), np.int64)
+        lab_index = common.to_device(lab_place, device)                    # (steps, B)
         unl_place = common.to_device(passes(len(pool), n_unl, steps, rng), device)
         unl_index = pool_index[unl_place]                                  # (steps, U)
         hidden = unl_place < len(pool) - len(labelled)                     # the pool ends with the labelled images
-        lab_draws, weak_draws, strong_draws = (
-            common.to_device(rng.random((steps, n, columns), dtype=np.float32), device) for n, columns in
-            ((n_lab, common.WEAK_DRAWS), (n_unl, common.WEAK_DRAWS), (n_unl, common.STRONG_DRAWS)))
+        lab_draws, weak_draws = uniform(steps, n_lab, common.WEAK_DRAWS), uniform(steps, n_unl, common.WEAK_DRAWS)
+        strong_draws = uniform(steps, n_unl, common.STRONG_DRAWS)
         for step in range(steps):
             label = data.labels[lab_index[step]]                           # (B,)
             views = common.normalise(torch.cat([
@@ -439,74 +479,71 @@ def passes(size, batch, steps, rng):
 def local_loss(args, net, teacher, views, label, class_prior):
     """The losses of one step, Eq. 10. views (B + 2U, 3, S, S): labelled, weak, strong; label (B,).
 
-    Returns the total, the class counts of the step (C,), and what step_metrics wants to know.
+    Returns the total, the class counts of the step (C,), and a dict of what step_metrics wants to know.
     """
     n_lab, n_unl, classes = len(label), (len(views) - len(label)) // 2, len(class_prior)
+    asked = 0 if args.icpl and args.labelled_set == "global" else n_lab    # DIFF-5 wants labelled rows too
     with torch.autocast(views.device.type, torch.bfloat16, enabled=args.amp):
         features, logits = net(views)
-        with torch.no_grad():                                              # weak rows, and labelled ones for DIFF-5
-            asked = 0 if args.icpl and args.labelled_set == "global" else n_lab
-            _, global_logits = teacher(views[asked:n_lab + n_unl])
-    features, logits, global_prob = features.float(), logits.float(), global_logits.float().softmax(1)
+        with torch.no_grad():
+            global_logits = teacher(views[asked:n_lab + n_unl])[1]
+    features, logits = features.float(), logits.float()
     lab_logits, weak_logits, strong_logits = logits.split([n_lab, n_unl, n_unl])
-    local_prob = weak_logits.detach().softmax(1)                           # (U, C), no gradient through a teacher
-    lab_global_prob, global_prob = global_prob.split([n_lab - asked, n_unl])
+    local_prob = weak_logits.detach().softmax(1)                           # (U, C); no gradient through a teacher
+    lab_global_prob, global_prob = global_logits.float().softmax(1).split([n_lab - asked, n_unl])
 
     loss_sup = F.cross_entropy(lab_logits, label) if n_lab else logits.new_zeros(())
     pseudo_label = global_prob.argmax(1)
     confident = confident_mask(global_prob, local_prob, args.conf_threshold, args.confident)
     loss_unsup = unlabelled_loss(strong_logits, pseudo_label, confident, args.lu_mean)
-    loss = loss_sup + args.lambda_u * loss_unsup
-    values = dict(loss_sup=loss_sup, loss_unsup=loss_unsup, pseudo_label=pseudo_label, confident=confident,
-                  loss_icpl=loss.new_zeros(()), candidate=None)
+    loss, loss_icpl, unl_set = loss_sup + args.lambda_u * loss_unsup, logits.new_zeros(()), None
 
     if args.icpl:
-        candidate = values["candidate"] = indecisive_set(global_prob, class_prior, args.candidate_set, args.empty_set)
-        one_hot = F.one_hot(pseudo_label, classes).bool()
-        class_set = torch.where(confident[:, None], one_hot, candidate)    # xi of each unlabelled image
-        # DIFF-6 Eq. 6 weighs by the local, the official code by the global probabilities.
-        weights = torch.where(confident[:, None], one_hot.float(), local_prob if args.positive_weights == "local" else global_prob)
+        rule = class_prior, args.candidate_set, args.empty_set
+        unl_set = class_sets(global_prob, confident, *rule)
         # DIFF-5 the paper gives labelled images their true class; the official code treats them as if unlabelled.
         if args.labelled_set == "truth":
             lab_set = F.one_hot(label, classes).bool()
         else:
-            lab_top = F.one_hot(lab_global_prob.argmax(1), classes).bool()
-            lab_confident = lab_global_prob.amax(1, keepdim=True) >= args.conf_threshold
-            lab_set = torch.where(lab_confident, lab_top, indecisive_set(lab_global_prob, class_prior, args.candidate_set, args.empty_set))
-        proxy = net.classifier.weight                                      # omega_m, (C, D)
+            lab_set = class_sets(lab_global_prob, lab_global_prob.amax(1) >= args.conf_threshold, *rule)
         # DIFF-7 Eq. 8 has plain dot products; the official code projects both sides and scales them to unit length.
+        proxy = net.classifier.weight                                      # omega_m, (C, D)
         if args.similarity == "projected":
             features, proxy = net.feat_proj(features), net.proxy_proj(proxy)
         if args.similarity != "dot":
             features, proxy = F.normalize(features), F.normalize(proxy)
-        class_set = torch.cat([lab_set, class_set, class_set])             # both views of an image share set and weights
-        weights = torch.cat([lab_set.float(), weights, weights])
-        anchor = torch.arange(len(views), device=views.device) >= n_lab    # labelled rows serve as negatives alone
-        confident_rows = torch.cat([confident.new_ones(n_lab), confident, confident])
-        values["loss_icpl"] = icpl_loss(features, positive_proxy(weights, class_set, proxy), class_set, anchor, confident_rows,
-                                        args.negative_floor, args.icpl_mean)
-        loss = loss + args.lambda_icpl * values["loss_icpl"]
+        # DIFF-6 Eq. 6 weighs by the local, the official code by the global probabilities.
+        prob = local_prob if args.positive_weights == "local" else global_prob
+        positive = positive_proxy(prob, confident, unl_set, proxy)
+        # Both views of an image share class set and positive.
+        loss_icpl = icpl_loss(features, torch.cat([lab_set, unl_set, unl_set]), positive.repeat(2, 1),
+                              confident.repeat(2), args.negative_floor, args.icpl_mean)
+        loss = loss + args.lambda_icpl * loss_icpl
 
     counts = F.one_hot(label, classes).sum(0) + (F.one_hot(pseudo_label, classes) * confident[:, None]).sum(0)
-    return loss, counts, values
+    return loss, counts, dict(loss_sup=loss_sup, loss_unsup=loss_unsup, loss_icpl=loss_icpl, pseudo_label=pseudo_label,
+                              confident=confident, class_set=unl_set)
 
 
 def step_metrics(values, truth, hidden, has_labelled):
     """The METRICS of one step (len(METRICS),). hidden (U,): images whose label the client does not own."""
     right = (values["pseudo_label"] == truth) & hidden
     used, low = values["confident"] & hidden, ~values["confident"] & hidden
-    sums = [torch.ones_like(hidden[0]), torch.full_like(hidden[0], has_labelled), values["loss_sup"], values["loss_unsup"], values["loss_icpl"],
-            hidden.sum(), used.sum(), right.sum(), (right & used).sum(), low.sum(), (right & low).sum()]
-    if values["candidate"] is None:
-        sums += [torch.zeros_like(sums[2])] * 2
-    else:
-        hit = values["candidate"].gather(1, truth[:, None])[:, 0]
-        sums += [(hit & low).sum(), (values["candidate"].sum(1) * low).sum()]
+    nothing = torch.zeros_like(right)
+    hit, size = nothing, nothing
+    if values["class_set"] is not None:
+        hit, size = values["class_set"].gather(1, truth[:, None])[:, 0] & low, values["class_set"].sum(1) * low
+    sums = [torch.ones_like(right[0]), torch.full_like(right[0], has_labelled),
+            values["loss_sup"], values["loss_unsup"], values["loss_icpl"]]
+    sums += [part.sum() for part in (hidden, used, right, right & used, low, right & low, hit, size)]
     return torch.stack([value.detach().float() for value in sums])
 
 
 def server_update(args, rnd, received, uploads):
-    """Averaging, global proxy tuning and the prior (Algorithm 1, server side). Returns the new Broadcast and GPT's losses."""
+    """Averaging, global proxy tuning, the prior (Algorithm 1, server side).
+
+    Returns the new Broadcast and GPT's losses before and after, None where it did not run.
+    """
     uploads = [upload for upload in uploads if upload.weight > 0]
     if not uploads:                                                        # every client of the round is empty
         return received, (None, None)
@@ -514,7 +551,7 @@ def server_update(args, rnd, received, uploads):
     weights = (weights / weights.sum()).tolist()
     state = {}
     for name, first in uploads[0].state.items():
-        state[name] = first.clone()                                        # batch-norm step counters: the first client's
+        state[name] = first.clone()                                        # batch-norm counters: the first client's
         if first.is_floating_point():
             state[name] = sum(weight * upload.state[name] for weight, upload in zip(weights, uploads))
     losses = (None, None)
@@ -524,7 +561,8 @@ def server_update(args, rnd, received, uploads):
             state["classifier.weight"], proxy, args.gpt_epochs, args.gpt_lr, args.gpt_batch_size, args.gpt_margin,
             args.gpt_contrast, common.stream(args.seed, "gpt", rnd))       # the bias stays averaged
     class_count = torch.stack([upload.class_count for upload in uploads])
-    return Broadcast(state, update_prior(received.class_prior, class_count, args.prior_counts, args.prior_momentum)), losses
+    class_prior = update_prior(received.class_prior, class_count, args.prior_counts, args.prior_momentum)
+    return Broadcast(state, class_prior), losses
 
 
 @torch.no_grad()
@@ -545,20 +583,21 @@ def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
 # ---------------------------------------------------------------------------------------------------------------
 
 def prepare_data(args, device):
-    """Load, split and place the data. Returns FederatedData, test images, test labels, class names, the data's source."""
+    """Load, split and place the data: FederatedData, test images, test labels, class names, where it came from."""
     source = common.load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
     labels = source.train_labels.numpy()
     per_class = np.bincount(labels, minlength=len(source.class_names))
     if args.dataset == "svhn" and args.train_subset is None:
-        per_class = np.full_like(per_class, 4600)                          # official: 460 of each class are "10 %"
+        per_class = np.full_like(per_class, 4600)                          # official: "10 %" is 460 of each class
     per_class = np.maximum(1, np.round(args.label_ratio * per_class).astype(int))
-    labelled, unlabelled = common.partition(labels, args.clients, args.alpha, per_class, args.partition, args.split_seed)
+    parts = common.partition(labels, args.clients, args.alpha, per_class, args.partition, args.split_seed)
     train_stats = test_stats = common.channel_stats(source.train_images)
     if args.stats == "official":                                           # DIFF-15
         train_stats = CIFAR10_MEAN, CIFAR10_STD
         test_stats = (CIFAR10_MEAN, CIFAR10_TEST_STD) if args.dataset == "cifar10" else test_stats
-    data = FederatedData(source.train_images.to(device), source.train_labels.to(device), labelled, unlabelled, train_stats, test_stats)
-    return data, source.test_images.to(device), source.test_labels.to(device), source.class_names, source.source
+    train_images, train_labels, test_images, test_labels = (part.to(device) for part in source[:4])
+    data = FederatedData(train_images, train_labels, *parts, train_stats, test_stats)
+    return data, test_images, test_labels, source.class_names, source.source
 
 
 def main(argv=None):
@@ -567,7 +606,7 @@ def main(argv=None):
     device = ranks.device
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.shared_momentum and ranks.world > 1:
-        raise common.UserError(f"--shared-momentum runs the clients one after another: not with {ranks.world} ranks")
+        raise common.UserError(f"--shared-momentum trains one client after another: not with {ranks.world} ranks")
     run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
     checkpoint = run.load_checkpoint()
     data, test_images, test_labels, class_names, source = ranks.first_then_others(lambda: prepare_data(args, device))
@@ -585,54 +624,53 @@ def main(argv=None):
     received = Broadcast({name: value.detach().clone() for name, value in net.state_dict().items()},
                          torch.full((classes,), 1 / classes, dtype=torch.float64))
     if checkpoint:
-        received = Broadcast({name: value.to(device) for name, value in checkpoint["model"].items()}, checkpoint["class_prior"])
+        state = {name: value.to(device) for name, value in checkpoint["state"].items()}
+        received = Broadcast(state, checkpoint["class_prior"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    message_bytes = sum(value.numel() * value.element_size() for value in received.state.values()) + 4 * classes * args.icpl
+    # One message, either way: the state, and with ICPL the prior down or the class counts up.
+    message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())
+    message_bytes += 4 * classes if args.icpl else 0
 
     with run:
         run.open(device, table, data_source=source)
         if ranks.first:
             print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
-            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world} | {source}: "
-                  f"{len(data.images)} training and {len(test_images)} test images | {sum(p.numel() for p in net.parameters()):,} parameters")
+            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
+            print(f"{source}: {len(data.images)} training and {len(test_images)} test images | "
+                  f"{sum(p.numel() for p in net.parameters()):,} parameters")
             common.print_table(table, class_names)
-            for what in ("labelled", "unlabelled"):
-                missing = [row["client"] for row in table if not row[what]]
-                if missing:
-                    print(f"{len(missing)} clients own no {what} image, the first is client {missing[0]}")
-        progress = tqdm(range(len(run.rows) + 1, args.rounds + 1), initial=len(run.rows), total=args.rounds, unit="round",
-                        disable=None if ranks.first else True)
-        for rnd in progress:
+        start_round = len(run.rows) + 1
+        for rnd in tqdm(range(start_round, args.rounds + 1), initial=start_round - 1, total=args.rounds, unit="round",
+                        disable=None if ranks.first else True):
             start = time.perf_counter()
-            selected = common.stream(args.seed, "sampling", rnd).choice(args.clients, args.clients_per_round, replace=False)
+            sampling = common.stream(args.seed, "sampling", rnd)
+            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
             uploads = ranks.gather([client_update(args, rnd, client, data, received, net, teacher, optimizer)
                                     for client in ranks.mine(selected)], len(selected))
             if ranks.first:
                 received, gpt_losses = server_update(args, rnd, received, uploads)
                 accuracy = evaluate(net, received.state, test_images, test_labels, data.test_stats, args.amp)
-                row = round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, args.icpl, time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                row = round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, args.icpl, seconds)
                 check_finite(row, received)
-                run.save_round(row, {"model": received.state, "class_prior": received.class_prior, "optimizer": optimizer_state(args, optimizer)})
+                momentum = optimizer.state_dict()
+                if not args.shared_momentum:                               # of no use to the next client, but for DIFF-14
+                    momentum["state"] = {}
+                run.save_round(row, received._asdict() | {"optimizer": momentum})
                 tqdm.write(round_line(row, args.rounds))
             received = ranks.broadcast(received)
-        run.plot({"accuracy (%)": ["test_acc_pct"], "pseudo-labels (%)": ["pl_used_pct", "pl_acc_pct", "pl_used_acc_pct", "set_recall_pct"],
+        run.plot({"accuracy (%)": ["test_acc_pct"],
+                  "pseudo-labels (%)": ["pl_used_pct", "pl_acc_pct", "pl_used_acc_pct", "set_recall_pct"],
                   "losses": ["loss_sup", "loss_unsup", "loss_icpl", "loss_gpt_start", "loss_gpt_end"]})
     if ranks.first:
-        end = run.summary()
-        print(f"final {end['final_acc_pct']:.2f} % after {end['rounds']} rounds | mean of the last 10: {end['mean_last10_acc_pct']:.2f} % | "
-              f"best on the test set, no headline: {end['best_acc_pct']:.2f} % in round {end['best_round']} | {end['seconds']:.0f} s | {run.path}")
-
-
-def optimizer_state(args, optimizer):
-    """Momentum survives a client only with --shared-momentum; otherwise there is nothing to keep."""
-    state = optimizer.state_dict()
-    return state if args.shared_momentum else state | {"state": {}}
+        run.print_summary()
 
 
 def round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, icpl, seconds):
     """One row of rounds.csv; None where a value does not exist in this round."""
     total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).double().sum(0).tolist()))
     trained = sum(bool(upload.weight > 0) for upload in uploads)
+    gpt_start, gpt_end = (None if loss is None else loss.item() for loss in gpt_losses)
 
     def ratio(part, whole, scale=1.0):
         return scale * total[part] / total[whole] if total[whole] else None
@@ -641,13 +679,13 @@ def round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, icpl, seconds):
         "round": rnd, "test_acc_pct": accuracy,
         "loss_sup": ratio("loss_sup", "sup_steps"), "loss_unsup": ratio("loss_unsup", "steps"),
         "loss_icpl": ratio("loss_icpl", "steps") if icpl else None,
-        "loss_gpt_start": None if gpt_losses[0] is None else gpt_losses[0].item(),
-        "loss_gpt_end": None if gpt_losses[1] is None else gpt_losses[1].item(),
+        "loss_gpt_start": gpt_start, "loss_gpt_end": gpt_end,
         "pl_used_pct": ratio("used", "images", 100), "pl_acc_pct": ratio("correct", "images", 100),
         "pl_used_acc_pct": ratio("used_correct", "used", 100),
-        # images of low confidence: their single pseudo-label against their class set (Fig. 6)
+        # images of low confidence: their single pseudo-label against their class set (Fig. 2b, Fig. 6)
         "low_pct": ratio("low", "images", 100), "low_acc_pct": ratio("low_correct", "low", 100),
-        "set_recall_pct": ratio("set_hit", "low", 100) if icpl else None, "set_size": ratio("set_size", "low") if icpl else None,
+        "set_recall_pct": ratio("set_hit", "low", 100) if icpl else None,
+        "set_size": ratio("set_size", "low") if icpl else None,
         "clients_trained": trained, "clients_empty": len(uploads) - trained,
         "bytes_up": message_bytes * trained, "bytes_down": message_bytes * trained, "seconds": seconds}
 
@@ -657,17 +695,20 @@ def check_finite(row, received):
     broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
     broken += [name for name, value in received.state.items() if not value.isfinite().all()]
     if broken:
-        raise common.Stopped(f"training diverged in round {row['round']} ({broken[0]} is not finite): try a smaller --lr")
+        raise common.Stopped(f"training diverged in round {row['round']}: {broken[0]} is not finite; lower --lr may help")
 
 
 def round_line(row, rounds):
-    def show(name):
-        return "n/a" if row[name] is None else f"{row[name]:.3g}"
-    icpl = "" if row["loss_icpl"] is None else f" loss_icpl {show('loss_icpl')}"
-    sets = "" if row["set_size"] is None else f" | sets hold {show('set_recall_pct')}% of {show('low_pct')}%, size {show('set_size')}"
-    empty = f" | {row['clients_empty']} clients without images skipped" if row["clients_empty"] else ""
-    return (f"round {row['round']}/{rounds} | acc {row['test_acc_pct']:.2f} | loss_sup {show('loss_sup')} loss_unsup {show('loss_unsup')}{icpl} | "
-            f"pseudo used {show('pl_used_pct')}% right {show('pl_used_acc_pct')}%{sets}{empty} | {row['seconds']:.1f} s")
+    """What the screen shows of a round."""
+    shown = {key: "n/a" if value is None else f"{value:.3g}" for key, value in row.items()}
+    parts = [f"round {row['round']}/{rounds}", f"acc {row['test_acc_pct']:.2f}",
+             " ".join(f"{key} {shown[key]}" for key in ("loss_sup", "loss_unsup", "loss_icpl") if row[key] is not None),
+             f"pseudo used {shown['pl_used_pct']}% right {shown['pl_used_acc_pct']}%"]
+    if row["set_size"] is not None:
+        parts.append(f"sets hold {shown['set_recall_pct']}% of the other {shown['low_pct']}%, size {shown['set_size']}")
+    if row["clients_empty"]:
+        parts.append(f"{row['clients_empty']} clients without images skipped")
+    return " | ".join([*parts, f"{row['seconds']:.1f} s"])
 
 
 if __name__ == "__main__":

@@ -95,15 +95,12 @@ def test_resnet8_initialisation():
 
 def projected_loss(case):
     """The official loss of a golden case, through this project's functions."""
-    classes = case.global_probs.shape[1]
     features = F.normalize(F.linear(case.features, case.feat_proj_weight, case.feat_proj_bias))
     proxy = F.normalize(F.linear(case.classifier_weight, case.proxy_proj_weight))
-    one_hot = F.one_hot(case.global_probs.argmax(1), classes).bool()
-    candidate = proxyfl.indecisive_set(case.global_probs.float(), case.prior.float(), empty_set="none")
-    class_set = torch.where(case.conf_mask[:, None], one_hot, candidate)
-    weights = torch.where(case.conf_mask[:, None], one_hot.to(features.dtype), case.global_probs)
-    anchor = torch.arange(len(features)) >= max(0, int(case.n_labelled))
-    return proxyfl.icpl_loss(features, proxyfl.positive_proxy(weights, class_set, proxy), class_set, anchor, case.conf_mask, 1e-6, "joint")
+    class_set = proxyfl.class_sets(case.global_probs.float(), case.conf_mask, case.prior.float(), "prior", "none")
+    positive = proxyfl.positive_proxy(case.global_probs, case.conf_mask, class_set, proxy)
+    n_lab = max(0, int(case.n_labelled))
+    return proxyfl.icpl_loss(features, class_set, positive[n_lab:], case.conf_mask[n_lab:], 1e-6, "joint")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -130,19 +127,17 @@ def random_case(seed, rows=14, classes=5, width=6, n_lab=4):
     prob = (2 * torch.randn(rows, classes, generator=rng, dtype=torch.float64)).softmax(1)
     class_set = prob > 0.2
     class_set[prob.argmax(1) != 1] |= F.one_hot(prob.argmax(1), classes).bool()[prob.argmax(1) != 1]
-    return features, proxy, prob, class_set, torch.arange(rows) >= n_lab, prob.amax(1) > 0.6
+    return features, proxy, prob, class_set, n_lab, prob.amax(1) > 0.6
 
 
 @pytest.mark.parametrize("mean_over", ["joint", "separate"])
 @pytest.mark.parametrize("floor", [-2.0, 1e-6])
 @pytest.mark.parametrize("seed", range(3))
 def test_icpl_against_a_loop_from_the_equations(seed, floor, mean_over):
-    features, proxy, prob, class_set, anchor, confident = random_case(seed)
+    features, proxy, prob, class_set, n_lab, confident = random_case(seed)
     losses = {True: [], False: []}
-    for i in range(len(features)):
-        if not anchor[i]:
-            continue
-        positive = sum(prob[i, c] * proxy[c] for c in range(len(proxy)) if class_set[i, c])              # Eq. 6
+    for i in range(n_lab, len(features)):
+        positive = sum((1 if confident[i] else prob[i, c]) * proxy[c] for c in range(len(proxy)) if class_set[i, c])              # Eq. 6
         up = math.exp(features[i] @ positive)
         down = up
         for j in range(len(features)):                                                                  # Eq. 7
@@ -152,20 +147,22 @@ def test_icpl_against_a_loop_from_the_equations(seed, floor, mean_over):
         losses[bool(confident[i])].append(-math.log(up / down))                                         # Eq. 8
     groups = [losses[True] + losses[False]] if mean_over == "joint" else [losses[True], losses[False]]
     expected = sum(np.mean(group) for group in groups if group)
-    positive = proxyfl.positive_proxy(prob, class_set, proxy)
-    assert proxyfl.icpl_loss(features, positive, class_set, anchor, confident, floor, mean_over).item() == pytest.approx(expected, abs=1e-10)
+    positive = proxyfl.positive_proxy(prob, confident, class_set, proxy)[n_lab:]
+    loss = proxyfl.icpl_loss(features, class_set, positive, confident[n_lab:], floor, mean_over)
+    assert loss.item() == pytest.approx(expected, abs=1e-10)
 
 
 def test_icpl_limits():
-    features, proxy, prob, class_set, anchor, confident = random_case(0)
+    features, proxy, prob, class_set, n_lab, confident = random_case(0)
     same = torch.zeros_like(class_set).index_fill_(1, torch.tensor([2]), True)
     features.requires_grad_()
-    loss = proxyfl.icpl_loss(features, proxyfl.positive_proxy(prob, same, proxy), same, anchor, confident, -2, "joint")
+    positive = proxyfl.positive_proxy(prob, confident, same, proxy)[n_lab:]
+    loss = proxyfl.icpl_loss(features, same, positive, confident[n_lab:], -2, "joint")
     loss.backward()
     assert loss.item() == 0 and (features.grad == 0).all()                 # all of one class: no negatives
-    nobody = torch.zeros_like(anchor)
-    for mean_over in ("joint", "separate"):
-        assert proxyfl.icpl_loss(features, features, class_set, nobody, confident, -2, mean_over).item() == 0
+    both = [proxyfl.icpl_loss(features, class_set, positive, torch.full((len(positive),), everybody), -2, "separate") for everybody in (True, False)]
+    joint = proxyfl.icpl_loss(features, class_set, positive, confident[n_lab:], -2, "joint")
+    assert torch.allclose(both[0], joint) and torch.allclose(both[1], joint)      # one group is empty and counts 0, never 0/0
 
 
 def test_indecisive_set():
@@ -376,7 +373,7 @@ def test_without_icpl_the_step_is_fixmatch_with_global_labels():
     weak, local = case.global_probs[6:18], local_logits[6:18].detach().softmax(1)
     mask = (weak.amax(1) >= .5) | (local.amax(1) >= .5)
     expected = F.cross_entropy(local_logits[:6], label) + (F.cross_entropy(local_logits[18:], weak.argmax(1), reduction="none") * mask).sum() / 12
-    assert values["candidate"] is None and loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert values["class_set"] is None and loss.item() == pytest.approx(expected.item(), abs=1e-6)
     loss.backward()
     assert (local_logits.grad[6:18] == 0).all()                            # weak views teach, they do not learn
     assert (local_logits.grad[18:][~mask] == 0).all() and (local_logits.grad[18:][mask] != 0).any(1).all()

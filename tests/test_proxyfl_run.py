@@ -37,7 +37,7 @@ def checkpoint(folder):
 
 def same_run(first, second):
     a, b = checkpoint(first), checkpoint(second)
-    return (rows(first) == rows(second) and all(torch.equal(value, b["model"][name]) for name, value in a["model"].items())
+    return (rows(first) == rows(second) and all(torch.equal(value, b["state"][name]) for name, value in a["state"].items())
             and torch.equal(a["class_prior"], b["class_prior"]))
 
 
@@ -117,7 +117,7 @@ def test_labels_of_unlabelled_images_change_no_weight(tmp_path, monkeypatch):
         monkeypatch.setattr(proxyfl, "prepare_data", scrambled)
         other = train(tmp_path, *variant, name=f"scrambled{len(variant)}")
         a, b = checkpoint(plain), checkpoint(other)
-        assert all(torch.equal(value, b["model"][name]) for name, value in a["model"].items())
+        assert all(torch.equal(value, b["state"][name]) for name, value in a["state"].items())
         assert torch.equal(a["class_prior"], b["class_prior"])
         assert [row["pl_acc_pct"] for row in rows(plain)] != [row["pl_acc_pct"] for row in rows(other)]      # the scramble was real
 
@@ -198,11 +198,11 @@ def test_every_client_of_the_round_empty_keeps_the_model(tmp_path):
     ["--amp"], ["--flip", "--width", 3]])
 def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
     folder = train(tmp_path, "--rounds", 1, *flags)
-    assert all(value.isfinite().all() for value in checkpoint(folder)["model"].values())
+    assert all(value.isfinite().all() for value in checkpoint(folder)["state"].values())
     row = rows(folder)[0]
     assert "nan" not in row.values() and "inf" not in row.values()
     if "--no-icpl" in flags:
-        assert row["loss_icpl"] == row["set_size"] == "" and "feat_proj.weight" not in checkpoint(folder)["model"]
+        assert row["loss_icpl"] == row["set_size"] == "" and "feat_proj.weight" not in checkpoint(folder)["state"]
     if "--no-gpt" in flags:
         assert row["loss_gpt_start"] == ""
 
@@ -284,7 +284,7 @@ def test_accuracy_after_loading_equals_the_one_logged(tmp_path):
     state = checkpoint(folder)
     data = common.load_dataset("digits", "data", 8, 200)
     net = proxyfl.ResNet8(10, 4, heads=True).to(memory_format=torch.channels_last)
-    accuracy = proxyfl.evaluate(net, state["model"], data.test_images, data.test_labels, common.channel_stats(data.train_images))
+    accuracy = proxyfl.evaluate(net, state["state"], data.test_images, data.test_labels, common.channel_stats(data.train_images))
     assert rows(folder)[-1]["test_acc_pct"] == f"{accuracy:.6g}"
     slow = np.mean([net(common.normalise(image[None], *common.channel_stats(data.train_images)))[1].argmax().item() == label
                     for image, label in zip(data.test_images, data.test_labels)])
