@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     """argparse that reports a mistake in one line and takes no abbreviated flags."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, **kwargs)
 
     def error(self, message):
         raise UserError(message)
@@ -68,9 +68,8 @@ def number(kind, low, high=math.inf, open_low=False):
         except ValueError:
             value = math.nan
         if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
-            bracket = "(" if open_low else "["
-            word = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {word} in {bracket}{low}, {high}{')' if math.isinf(high) else ']'}")
+            word, left, right = "a whole number" if kind is int else "a number", "[("[open_low], "])"[math.isinf(high)]
+            raise argparse.ArgumentTypeError(f"{text!r} is not {word} in {left}{low}, {high}{right}")
         return value
     return parse
 
@@ -263,7 +262,8 @@ class RunFolder:
             self._refuse_changes(self._read_json("config.json")["settings"], "config.json")
         elif self.path.exists():
             if not overwrite:
-                raise UserError(f"{self.path} exists: continue it with --resume, replace it with --overwrite, or choose --run-name")
+                raise UserError(f"{self.path} exists: continue it with --resume, replace it with --overwrite, "
+                                "or choose --run-name")
             if not (self.path / "config.json").is_file():
                 raise UserError(f"--overwrite: {self.path} is no run folder (no config.json); remove it yourself")
 
@@ -275,8 +275,8 @@ class RunFolder:
 
     def _refuse_changes(self, before, file):
         now = self.settings
-        changed = [f"--{key.replace('_', '-')} {before.get(key)} -> {now.get(key)}" for key in sorted({*before, *now} - self.free)
-                   if before.get(key) != now.get(key)]
+        changed = [f"--{key.replace('_', '-')} {before.get(key)} -> {now.get(key)}"
+                   for key in sorted({*before, *now} - self.free) if before.get(key) != now.get(key)]
         if now["rounds"] < before["rounds"]:
             changed.append(f"--rounds {before['rounds']} -> {now['rounds']} (may only grow)")
         if changed:
@@ -340,8 +340,8 @@ class RunFolder:
         accuracy = [float(row["test_acc_pct"]) for row in self.rows]
         seconds = sum(float(row["seconds"]) for row in self.rows)
         return {"final_acc_pct": accuracy[-1], "mean_last10_acc_pct": round(float(np.mean(accuracy[-10:])), 4),
-                "best_acc_pct": max(accuracy), "best_round": int(np.argmax(accuracy)) + 1,
-                "rounds": len(accuracy), "seconds": round(seconds, 2), "seconds_per_round": round(seconds / len(accuracy), 3),
+                "best_acc_pct": max(accuracy), "best_round": int(np.argmax(accuracy)) + 1, "rounds": len(accuracy),
+                "seconds": round(seconds, 2), "seconds_per_round": round(seconds / len(accuracy), 3),
                 "bytes_up": sum(int(row["bytes_up"]) for row in self.rows),
                 "bytes_down": sum(int(row["bytes_down"]) for row in self.rows),
                 "finished": len(accuracy) >= self.settings["rounds"]}
@@ -381,8 +381,8 @@ class RunFolder:
     def __exit__(self, kind, error, trace):
         """Say what is kept and how to go on when the run ends early."""
         if kind is not None and not issubclass(kind, UserError) and self.writer and self.path.exists():
-            print(f"stopped; {self.path} keeps {len(self.rows)} complete rounds: continue with the same command and --resume",
-                  file=sys.stderr)
+            print(f"stopped; {self.path} keeps {len(self.rows)} complete rounds: "
+                  "continue with the same command and --resume", file=sys.stderr)
 
 
 def _cell(value):
@@ -402,7 +402,8 @@ def _write_csv(path, rows, append=False):
 def git_commit(folder):
     """The commit of the code, with "+changes" where the working tree differs; "unknown" outside a repository."""
     def git(*words):
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     try:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -455,6 +456,12 @@ def print_table(rows, class_names, most=20):
             print(f"{len(without)} clients own no {kind} image, the first is client {without[0]}")
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Data: images into tensors
+# ---------------------------------------------------------------------------------------------------------------
+# Data sets are read from wherever a user plausibly put them below --data-dir, and nothing is written but downloads.
+# Original files come first (also still packed: archives are read in memory), then <name>/{train,test}/<class>/* images.
+
 class Dataset(NamedTuple):
     train_images: torch.Tensor      # (N, 3, S, S) uint8
     train_labels: torch.Tensor      # (N,) int64
@@ -463,10 +470,6 @@ class Dataset(NamedTuple):
     class_names: list[str]          # class_names[label]
     source: str                     # "embedded", "original files" or "image folders": say which when you quote a result
 
-
-# ---- data: images into tensors -------------------------------------------------------------------------------------
-# Data sets are read from wherever a user plausibly put them below --data-dir, and nothing is written but downloads.
-# Original files come first (also still packed: archives are read in memory), then <name>/{train,test}/<class>/* images.
 
 DATASETS = ("digits", "cifar10", "cifar100", "svhn", "cinic10", "fashionmnist", "folder")
 DIGITS = [str(digit) for digit in range(10)]
@@ -524,7 +527,6 @@ def blame(path):
         raise UserError(f"cannot read {path} ({one_line(error)}){advice}") from error
 
 
-# ---- where the data are --------------------------------------------------------------------------------------------
 def search_places(name, data_dir):
     """Folders that may hold the data: those named after the data set, down to three levels, then data_dir itself."""
     if name == "folder" or not data_dir.is_dir():
@@ -588,7 +590,6 @@ def fetch(name, data_dir, found):
     return paths
 
 
-# ---- readers: each returns the (images, labels) of train and of test -----------------------------------------------
 def checked(images, labels, shape, classes):
     """Arrays of one file as an image and a label tensor, after the checks that its content is what we think."""
     labels = torch.as_tensor(np.asarray(labels).astype(np.int64))
@@ -736,7 +737,6 @@ def read_tree(name, root):
     return class_names, splits
 
 
-# ---- pixels --------------------------------------------------------------------------------------------------------
 def to_rgb(image):
     """Any Pillow image as 8-bit RGB. Transparency is composited over white; 16-bit grey is scaled, 65535 to 255."""
     if image.mode.startswith("I"):                  # Pillow's own conversion clips: all above 255 would be white
@@ -837,7 +837,8 @@ def load_dataset(name, data_dir, side=None, train_subset=None):
 def channel_stats(images):
     """Mean and standard deviation of each channel of (N, 3, S, S) uint8 images, in 0..1, from their histograms."""
     level = np.arange(256) / 255
-    share = np.stack([np.bincount(images[:, c].flatten().numpy(), minlength=256) for c in range(3)]) / images[:, 0].numel()
+    counts = np.stack([np.bincount(images[:, channel].flatten().numpy(), minlength=256) for channel in range(3)])
+    share = counts / images[:, 0].numel()
     mean = share @ level
     return tuple(mean.tolist()), tuple(np.sqrt(share @ level ** 2 - mean ** 2).clip(min=1e-3).tolist())
 
@@ -884,7 +885,7 @@ def official_shares(class_members, clients, alpha, seed):
     The parts, end to end, are cut into equal consecutive shares: all clients own the same number of images.
     """
     random_state = np.random.RandomState(seed)
-    pairs = np.array([(i, c) for c, members in enumerate(class_members) for i in members], dtype=np.int64).reshape(-1, 2)
+    pairs = np.array([(i, c) for c, members in enumerate(class_members) for i in members], np.int64).reshape(-1, 2)
     random_state.shuffle(pairs)                              # the same permutation as shuffling a list of its rows
     slices = math.ceil(clients / 2)
     width = int(2 / clients * len(pairs))
@@ -932,7 +933,8 @@ def iid_shares(class_members, clients, alpha, seed):
 
     A class with fewer images than clients leaves the same clients without any, so some may own no labelled image.
     """
-    parts = [np.split(members, (np.arange(1, clients) / clients * len(members)).astype(int)) for members in class_members]
+    shares = np.arange(1, clients) / clients
+    parts = [np.split(members, (shares * len(members)).astype(int)) for members in class_members]
     return [np.concatenate([part[k] for part in parts]) for k in range(clients)]
 
 
@@ -941,13 +943,15 @@ def shuffled_shares(class_members, clients, alpha, seed):
     return np.array_split(stream(seed, "iid").permutation(np.concatenate(class_members)), clients)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Augmentation. FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and the list of transformations in its
+# ---------------------------------------------------------------------------------------------------------------
+# Augmentation
+# ---------------------------------------------------------------------------------------------------------------
+# FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and the list of transformations in its
 # appendix, on whole batches. Pure functions of tensors: the random numbers come in as uniform float32 draws in [0, 1),
 # one row per image, made by the caller on the host, so one (seed, round, client) gives the same views on every device.
 # All shapes are fixed, there is no loop over images, and nothing is read back to the host or sent from it.
 # Letters: n images, S side in pixels; images are (n, 3, S, S) uint8, levels 0 .. 255.
-# ---------------------------------------------------------------------------------------------------------------------
+
 WEAK_DRAWS = 3      # columns of `draws`: flip, shift down, shift right
 STRONG_DRAWS = 13   # those 3 for its own weak view, (operation, level, apply?, sign) twice, cutout centre down, right
 
