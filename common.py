@@ -247,7 +247,8 @@ class RunFolder:
     def __init__(self, out_dir, name, settings, resume=False, overwrite=False, writer=True,
                  free=("data_dir", "device", "out_dir", "run_name", "resume", "overwrite")):
         self.path, self.writer, self.resumed, self.overwrite = Path(out_dir) / name, writer, resume, overwrite
-        self.settings, self.rows = json.loads(json.dumps(settings)), []
+        self.rows = []
+        self.settings = {key: str(value) if value in (math.inf, -math.inf) else value for key, value in settings.items()}
         self.free = {*free, "rounds"}
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
@@ -411,10 +412,10 @@ def git_commit(folder):
 
 
 def device_name(device):
-    """`NVIDIA H200`, or the processor and the number of threads."""
+    """`NVIDIA H200`, or `cpu x86_64 with 2 threads`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{device.type} {platform.machine()} with {torch.get_num_threads()} threads"
 
 
 def versions():

@@ -423,7 +423,7 @@ def client_update(args, rnd, client, data, received, net, teacher, optimizer):
     """
     device, classes = data.images.device, len(received.class_prior)
     labelled, pool = data.labelled[client], data.pool(client)
-    class_prior = received.class_prior.to(device, torch.float32)
+    class_prior = common.to_device(received.class_prior.float().numpy(), device)
     net.load_state_dict(received.state)
     teacher.load_state_dict(received.state)                                # copies: the teacher stays as it is
     net.train(), teacher.eval()

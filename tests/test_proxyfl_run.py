@@ -66,7 +66,7 @@ def test_kill_9_in_any_round_then_resume(tmp_path, script):
     command = [*SHORT, "--out-dir", tmp_path, "--rounds", 6, "--local-epochs", 2]
     threads = {"OMP_NUM_THREADS": "1"}
     script("proxyfl.py", *command, "--run-name", "straight", env=threads)
-    for attempt, wait_for in enumerate((0, 1, 4)):                                          # complete rounds before the kill
+    for attempt, wait_for in enumerate((0, 3)):                                             # complete rounds before the kill
         folder = tmp_path / f"killed{attempt}"
         process = subprocess.Popen([sys.executable, str(ROOT / "proxyfl.py"), *map(str, command), "--run-name", folder.name],
                                    env={**os.environ, **threads}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -205,6 +205,7 @@ def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
         assert row["loss_icpl"] == row["set_size"] == "" and "feat_proj.weight" not in checkpoint(folder)["state"]
     if "--no-gpt" in flags:
         assert row["loss_gpt_start"] == ""
+    json.loads((folder / "config.json").read_text(), parse_constant=pytest.fail)      # strict JSON: no Infinity, no NaN
 
 
 # ---- no client sees another's work --------------------------------------------------------------------------------
