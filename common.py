@@ -185,9 +185,9 @@ class Ranks:
         packed = [_pack(result, self.wire) for result in results]
         size = torch.tensor(len(packed[0]) if packed else 0, device=self.wire)     # 0: more ranks than clients
         self._exchange(dist.all_reduce, size, op=dist.ReduceOp.MAX)
-        everyone = []
+        filler, everyone = torch.zeros(int(size), dtype=torch.uint8, device=self.wire), []
         for turn in range(math.ceil(total / self.world)):
-            own = packed[turn] if turn < len(packed) else torch.zeros(int(size), dtype=torch.uint8, device=self.wire)
+            own = packed[turn] if turn < len(packed) else filler
             slots = [torch.empty_like(own) for _ in range(self.world)] if self.first else None
             self._exchange(dist.gather, own, slots, dst=0)
             everyone += slots or []
@@ -215,7 +215,7 @@ def _leaves(value):
 
 
 def _pack(value, wire):
-    return torch.cat([leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in _leaves(value)]).to(wire)
+    return torch.cat([leaf.detach().to(wire).contiguous().reshape(-1).view(torch.uint8) for leaf in _leaves(value)])
 
 
 def _unpack(packed, like):

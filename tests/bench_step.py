@@ -41,7 +41,7 @@ def matmul_gflops(device, dtype):
     """Of a square product: the yardstick."""
     side = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2 * side ** 3 / seconds(lambda: a @ b, device, 10) / 1e9
+    return 2 * side**3 / seconds(lambda: a @ b, device, 10) / 1e9
 
 
 def main():
@@ -59,22 +59,44 @@ def main():
     options = parser.parse_args()
     device = common.choose_device(options.device)
 
-    args = proxyfl.parse_args(["--dataset", "cifar10", "--width", str(options.width), "--batch-size", str(options.batch_size),
-                               "--mu", str(options.mu), "--local-epochs", "1"])
+    args = proxyfl.parse_args(
+        [
+            "--dataset",
+            "cifar10",
+            "--width",
+            str(options.width),
+            "--batch-size",
+            str(options.batch_size),
+            "--mu",
+            str(options.mu),
+            "--local-epochs",
+            "1",
+        ]
+    )
     args.amp = options.amp
     n, rng = options.steps * options.batch_size, np.random.default_rng(0)
     data = proxyfl.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)).to(device), torch.from_numpy(rng.integers(0, options.classes, n)).to(device),
-        [np.arange(n // 10)], [np.arange(n // 10, n)], (proxyfl.CIFAR10_MEAN, proxyfl.CIFAR10_STD), None)
-    net, teacher = (proxyfl.ResNet8(options.classes, options.width, heads=True).to(device, memory_format=torch.channels_last) for _ in range(2))
+        torch.from_numpy(rng.integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)).to(device),
+        torch.from_numpy(rng.integers(0, options.classes, n)).to(device),
+        [np.arange(n // 10)],
+        [np.arange(n // 10, n)],
+        (proxyfl.CIFAR10_MEAN, proxyfl.CIFAR10_STD),
+        None,
+    )
+    net, teacher = (
+        proxyfl.ResNet8(options.classes, options.width, heads=True).to(device, memory_format=torch.channels_last)
+        for _ in range(2)
+    )
     optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    received = proxyfl.Broadcast({name: value.detach().clone() for name, value in net.state_dict().items()},
-                                 torch.full((options.classes,), 1 / options.classes, dtype=torch.float64))
+    received = proxyfl.Broadcast(
+        {name: value.detach().clone() for name, value in net.state_dict().items()},
+        torch.full((options.classes,), 1 / options.classes, dtype=torch.float64),
+    )
 
     def client():
         return proxyfl.client_update(args, 1, 0, data, received, net, teacher, optimizer)
 
-    with FlopCounterMode(display=False) as counter:                        # before compilation hides the operators
+    with FlopCounterMode(display=False) as counter:  # before compilation hides the operators
         client()
     flops = counter.get_total_flops() / options.steps
     if options.compile:
@@ -97,19 +119,45 @@ def main():
     matmul = (before + matmul_gflops(device, dtype)) / 2
 
     rows = options.batch_size * (1 + 2 * options.mu)
-    lab, unl = torch.arange(options.batch_size, device=device) % n, torch.arange(options.mu * options.batch_size, device=device) % n
-    weak, strong = torch.rand(rows, common.WEAK_DRAWS, device=device), torch.rand(len(unl), common.STRONG_DRAWS, device=device)
+    lab, unl = (
+        torch.arange(options.batch_size, device=device) % n,
+        torch.arange(options.mu * options.batch_size, device=device) % n,
+    )
+    weak, strong = (
+        torch.rand(rows, common.WEAK_DRAWS, device=device),
+        torch.rand(len(unl), common.STRONG_DRAWS, device=device),
+    )
 
     def augment():
-        common.normalise(torch.cat([common.weak_view(data.images[lab], weak[:len(lab)]), common.weak_view(data.images[unl], weak[:len(unl)]),
-                                    common.strong_view(data.images[unl], strong)]), *data.train_stats)
+        common.normalise(
+            torch.cat(
+                [
+                    common.weak_view(data.images[lab], weak[: len(lab)]),
+                    common.weak_view(data.images[unl], weak[: len(unl)]),
+                    common.strong_view(data.images[unl], strong),
+                ]
+            ),
+            *data.train_stats,
+        )
 
     views = seconds(augment, device, 10)
-    result = {"device": common.device_name(device), "torch": torch.__version__, "width": options.width, "rows": rows, "classes": options.classes,
-              "amp": options.amp, "compile": options.compile, "step_s": round(step, 5), "images_per_s": round(rows / step, 1),
-              "gflops": round(flops / step / 1e9, 1), "matmul_gflops": round(matmul, 1), "ratio": round(flops / step / 1e9 / matmul, 3),
-              "augment_pct": round(100 * views / step, 2), "host_syncs": syncs,
-              "peak_gib": round(torch.cuda.max_memory_allocated() / 2 ** 30, 2) if device.type == "cuda" else ""}
+    result = {
+        "device": common.device_name(device),
+        "torch": torch.__version__,
+        "width": options.width,
+        "rows": rows,
+        "classes": options.classes,
+        "amp": options.amp,
+        "compile": options.compile,
+        "step_s": round(step, 5),
+        "images_per_s": round(rows / step, 1),
+        "gflops": round(flops / step / 1e9, 1),
+        "matmul_gflops": round(matmul, 1),
+        "ratio": round(flops / step / 1e9 / matmul, 3),
+        "augment_pct": round(100 * views / step, 2),
+        "host_syncs": syncs,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else "",
+    }
     print(" | ".join(f"{key} {value}" for key, value in result.items()))
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)

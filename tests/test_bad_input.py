@@ -25,13 +25,37 @@ def complaint(module, out_dir, *flags):
     return message
 
 
-OUT_OF_RANGE = [(flag, value) for flag, values in {
-    "--alpha": ("0", "-1", "nan", "1e308", "abc", "-inf", ""), "--lr": ("-1", "nan", "inf", "fast"), "--rounds": ("0", "-3", "1.5", "nan"),
-    "--batch-size": ("0", "x"), "--clients": ("0", "2.0"), "--clients-per-round": ("0",), "--conf-threshold": ("-0.1", "3", "nan"),
-    "--label-ratio": ("0", "1.5", "nan"), "--seed": ("-1", "1e3", str(2**31)), "--split-seed": ("-1",), "--mu": ("0",), "--momentum": ("1.1", "-1"),
-    "--weight-decay": ("-1e-4", "inf"), "--width": ("0",), "--local-epochs": ("0",), "--lambda-u": ("-1", "nan"), "--lambda-icpl": ("inf",),
-    "--gpt-epochs": ("-1",), "--gpt-lr": ("nan",), "--gpt-margin": ("-2",), "--gpt-batch-size": ("-1",), "--prior-momentum": ("2",),
-    "--negative-floor": ("5",), "--image-size": ("4", "1e9"), "--train-subset": ("0",)}.items() for value in values]
+OUT_OF_RANGE = [
+    (flag, value)
+    for flag, values in {
+        "--alpha": ("0", "-1", "nan", "1e308", "abc", "-inf", ""),
+        "--lr": ("-1", "nan", "inf", "fast"),
+        "--rounds": ("0", "-3", "1.5", "nan"),
+        "--batch-size": ("0", "x"),
+        "--clients": ("0", "2.0"),
+        "--clients-per-round": ("0",),
+        "--conf-threshold": ("-0.1", "3", "nan"),
+        "--label-ratio": ("0", "1.5", "nan"),
+        "--seed": ("-1", "1e3", str(2**31)),
+        "--split-seed": ("-1",),
+        "--mu": ("0",),
+        "--momentum": ("1.1", "-1"),
+        "--weight-decay": ("-1e-4", "inf"),
+        "--width": ("0",),
+        "--local-epochs": ("0",),
+        "--lambda-u": ("-1", "nan"),
+        "--lambda-icpl": ("inf",),
+        "--gpt-epochs": ("-1",),
+        "--gpt-lr": ("nan",),
+        "--gpt-margin": ("-2",),
+        "--gpt-batch-size": ("-1",),
+        "--prior-momentum": ("2",),
+        "--negative-floor": ("5",),
+        "--image-size": ("4", "1e9"),
+        "--train-subset": ("0",),
+    }.items()
+    for value in values
+]
 
 
 @pytest.mark.parametrize("flag, value", OUT_OF_RANGE)
@@ -40,36 +64,40 @@ def test_numbers_out_of_range(tmp_path, flag, value):
     assert flag in message and repr(value) in message and ("[" in message or "(" in message)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--alpha"], ["--alpha", "expected one argument"]),
-    (["--no-such-flag", 1], ["--no-such-flag"]),
-    (["--round", 3], ["--round"]),                                         # no abbreviations
-    (["--partition", "pathological"], ["--partition", "official", "dirichlet"]),
-    (["--variant", "both"], ["--variant", "paper", "official"]),
-    (["--candidate-set", "top3"], ["--candidate-set", "top5"]),
-    (["--amp=yes"], ["--amp"]),
-    (["--dataset", "cifra10"], ["--dataset cifra10", "cifar10"]),
-    (["--dataset", "imagenet"], ["--dataset imagenet", "digits"]),
-    (["--clients-per-round", 5], ["--clients-per-round 5", "--clients 4"]),
-    (["--clients", 201, "--clients-per-round", 1], ["--clients 201", "200", "--alpha"]),
-    (["--image-size", 10], ["--image-size 10", "4"]),
-    (["--train-subset", 5], ["--train-subset 5", "10"]),
-    (["--train-subset", 10**6], ["--train-subset 1000000", "1438"]),
-    (["--resume", "--overwrite"], ["--resume", "--overwrite"]),
-    (["--resume"], ["--resume", "config.json"]),
-    (["--run-name", "../x"], ["--run-name", "../x"]),
-    (["--run-name", "a/b"], ["--run-name", "a/b"]),
-    (["--device", "gpu"], ["--device gpu", "cuda:N"]),
-    (["--device", "0"], ["--device 0", "cuda:N"]),
-    (["--device", "cuda:x"], ["--device cuda:x", "cuda:N"]),
-    (["--device", "cuda:99"], ["--device cuda:99", "GPUs"]),
-    (["--dataset", "cifar10", "--data-dir", "no such place"], ["no such place", "--data-dir", "cifar10"]),
-    (["--dataset", "folder", "--data-dir", "no such place"], ["no such place", "{train,test}"]),
-    (["--dataset", "cinic10", "--data-dir", "no such place"], ["no such place", "CINIC-10.tar.gz"]),
-])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--alpha"], ["--alpha", "expected one argument"]),
+        (["--no-such-flag", 1], ["--no-such-flag"]),
+        (["--round", 3], ["--round"]),  # no abbreviations
+        (["--partition", "pathological"], ["--partition", "official", "dirichlet"]),
+        (["--variant", "both"], ["--variant", "paper", "official"]),
+        (["--candidate-set", "top3"], ["--candidate-set", "top5"]),
+        (["--amp=yes"], ["--amp"]),
+        (["--dataset", "cifra10"], ["--dataset cifra10", "cifar10"]),
+        (["--dataset", "imagenet"], ["--dataset imagenet", "digits"]),
+        (["--clients-per-round", 5], ["--clients-per-round 5", "--clients 4"]),
+        (["--clients", 201, "--clients-per-round", 1], ["--clients 201", "200", "--alpha"]),
+        (["--image-size", 10], ["--image-size 10", "4"]),
+        (["--train-subset", 5], ["--train-subset 5", "10"]),
+        (["--train-subset", 10**6], ["--train-subset 1000000", "1438"]),
+        (["--resume", "--overwrite"], ["--resume", "--overwrite"]),
+        (["--resume"], ["--resume", "config.json"]),
+        (["--run-name", "../x"], ["--run-name", "../x"]),
+        (["--run-name", "a/b"], ["--run-name", "a/b"]),
+        (["--device", "gpu"], ["--device gpu", "cuda:N"]),
+        (["--device", "0"], ["--device 0", "cuda:N"]),
+        (["--device", "cuda:x"], ["--device cuda:x", "cuda:N"]),
+        (["--device", "cuda:99"], ["--device cuda:99", "GPUs"]),
+        (["--dataset", "cifar10", "--data-dir", "no such place"], ["no such place", "--data-dir", "cifar10"]),
+        (["--dataset", "folder", "--data-dir", "no such place"], ["no such place", "{train,test}"]),
+        (["--dataset", "cinic10", "--data-dir", "no such place"], ["no such place", "CINIC-10.tar.gz"]),
+    ],
+)
 def test_contradictions_and_unknown_values(tmp_path, monkeypatch, flags, words):
     def offline(url, path, md5):
         raise OSError("no network")
+
     monkeypatch.setattr(common, "download", offline)
     message = complaint(proxyfl, tmp_path, *flags)
     assert all(word in message for word in words), message
@@ -82,6 +110,7 @@ def test_cuda_without_a_gpu(tmp_path):
 
 def write_tree(root, classes, damaged=None):
     from PIL import Image
+
     for split in ("train", "test"):
         for c in range(classes):
             folder = root / split / f"class{c}"
@@ -120,10 +149,16 @@ def test_existing_run_folder_is_refused_and_overwrite_replaces_it(finished):
     assert json.loads((finished / "run" / "summary.json").read_text())["rounds"] == 1
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--lr", 0.05], ["--lr 0.1 -> 0.05"]), (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
-    (["--rounds", 1], ["--rounds 2 -> 1", "grow"]), (["--variant", "paper"], ["--variant official -> paper", "--similarity"]),
-    (["--alpha", "inf"], ["--alpha 0.1 -> inf"])])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--lr", 0.05], ["--lr 0.1 -> 0.05"]),
+        (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
+        (["--rounds", 1], ["--rounds 2 -> 1", "grow"]),
+        (["--variant", "paper"], ["--variant official -> paper", "--similarity"]),
+        (["--alpha", "inf"], ["--alpha 0.1 -> inf"]),
+    ],
+)
 def test_changed_settings_are_listed_on_resume(finished, flags, words):
     message = complaint(proxyfl, finished, "--run-name", "run", "--resume", *flags)
     assert all(word in message for word in words), message
@@ -156,13 +191,20 @@ def test_out_dir_is_a_file_or_not_writable(tmp_path, monkeypatch):
         proxyfl.main([*SHORT, "--out-dir", str(tmp_path / "file")])
     with pytest.raises(common.UserError, match="--out-dir"):
         proxyfl.main([*SHORT, "--out-dir", str(tmp_path / "file" / "deeper")])
-    monkeypatch.setattr(os, "access", lambda *_: False)                    # root may write anywhere: ask as somebody else
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere: ask as somebody else
     with pytest.raises(common.UserError, match="--out-dir.*written"):
         proxyfl.main([*SHORT, "--out-dir", str(tmp_path / "runs")])
 
 
-@pytest.mark.parametrize("flags", [["--alpha", "0"], ["--clients", "2", "--clients-per-round", "3"], ["--device", "cuda:77"],
-                                   ["--dataset", "folder", "--data-dir", "nowhere"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--alpha", "0"],
+        ["--clients", "2", "--clients-per-round", "3"],
+        ["--device", "cuda:77"],
+        ["--dataset", "folder", "--data-dir", "nowhere"],
+    ],
+)
 def test_one_line_on_stderr_and_status_2(tmp_path, script, flags):
     done = script("proxyfl.py", *flags, check=False)
     assert done.returncode == 2 and done.stdout == ""

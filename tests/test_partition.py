@@ -17,13 +17,17 @@ CIFAR_SIZED = np.random.RandomState(0).permutation(np.repeat(np.arange(10), 5000
 @pytest.mark.parametrize("alpha", OFFICIAL["alphas"])
 @pytest.mark.parametrize("case", OFFICIAL["case_names"])
 def test_official_partition_index_by_index(case, alpha):
-    parts = common.partition(OFFICIAL[f"{case}__labels"], int(OFFICIAL["n_clients"]), alpha or math.inf,
-                             int(OFFICIAL[f"{case}__per_class_labelled"]))
+    parts = common.partition(
+        OFFICIAL[f"{case}__labels"],
+        int(OFFICIAL["n_clients"]),
+        alpha or math.inf,
+        int(OFFICIAL[f"{case}__per_class_labelled"]),
+    )
     for name, clients in zip(("labelled", "unlabelled"), parts):
         flat, bounds = (OFFICIAL[f"{case}__a{alpha:g}__{name}_{end}"] for end in ("idx", "off"))
         assert len(clients) == len(bounds) - 1
         for client, own in enumerate(clients):
-            assert np.array_equal(own, flat[bounds[client]:bounds[client + 1]]), (name, client)
+            assert np.array_equal(own, flat[bounds[client] : bounds[client + 1]]), (name, client)
 
 
 @pytest.mark.parametrize("kind", ["official", "dirichlet"])
@@ -41,9 +45,17 @@ def test_every_image_has_one_owner(kind, alpha, clients):
 
 
 @pytest.mark.parametrize("kind", ["official", "dirichlet"])
-@pytest.mark.parametrize("labels, clients, alpha", [
-    (CIFAR_SIZED, 1000, 0.1), (CIFAR_SIZED, 10_000, 0.1), (CIFAR_SIZED, 100, 0.001), (np.repeat(np.arange(100), 500), 500, 0.1),
-    (np.repeat(np.arange(10), 40), 100, 0.01), (np.arange(10), 10, 0.001)])
+@pytest.mark.parametrize(
+    "labels, clients, alpha",
+    [
+        (CIFAR_SIZED, 1000, 0.1),
+        (CIFAR_SIZED, 10_000, 0.1),
+        (CIFAR_SIZED, 100, 0.001),
+        (np.repeat(np.arange(100), 500), 500, 0.1),
+        (np.repeat(np.arange(10), 40), 100, 0.01),
+        (np.arange(10), 10, 0.001),
+    ],
+)
 def test_harsh_requests_end_in_seconds(kind, labels, clients, alpha):
     start = time.perf_counter()
     labelled, unlabelled = common.partition(labels, clients, alpha, 1 if len(labels) < 100 else 4, kind)
@@ -72,9 +84,9 @@ def test_small_alpha_is_skewed_and_large_alpha_is_not():
     for kind in ("official", "dirichlet"):
         for alpha in (0.1, 1, 1e6):
             unlabelled = common.partition(CIFAR_SIZED, 20, alpha, 500, kind)[1]
-            total[kind, alpha] = np.abs(class_mixes(unlabelled, CIFAR_SIZED) - 0.1).sum(1).mean() / 2      # total variation
+            total[kind, alpha] = np.abs(class_mixes(unlabelled, CIFAR_SIZED) - 0.1).sum(1).mean() / 2  # total variation
         assert total[kind, 0.1] > total[kind, 1] > total[kind, 1e6] and total[kind, 1e6] < 0.05
-    assert total["dirichlet", 0.1] > total["official", 0.1]      # the textbook draw is the harsher one
+    assert total["dirichlet", 0.1] > total["official", 0.1]  # the textbook draw is the harsher one
 
 
 def test_textbook_draw_has_dirichlet_moments():
@@ -96,7 +108,9 @@ def test_published_sizes_of_cifar10():
     assert {len(part) for part in labelled} == {250} and {len(part) for part in unlabelled} == {2250}
     absent = (class_mixes(labelled, CIFAR_SIZED) == 0).sum(1)
     assert 1 <= absent.mean() <= 3
-    pairs = [np.concatenate(unlabelled[k:k + 2]) for k in range(0, 20, 2)]      # clients 2i, 2i+1 together are nearly i.i.d.
+    pairs = [
+        np.concatenate(unlabelled[k : k + 2]) for k in range(0, 20, 2)
+    ]  # clients 2i, 2i+1 together are nearly i.i.d.
     assert np.abs(class_mixes(pairs, CIFAR_SIZED) - 0.1).sum(1).mean() / 2 < 0.03
 
 
@@ -104,6 +118,14 @@ def test_streams_are_named_and_independent_of_use():
     first = common.stream(1, "client", 3, 7).random(4)
     common.stream(1, "client", 3, 6).random(100)
     assert np.array_equal(first, common.stream(1, "client", 3, 7).random(4))
-    others = [common.stream(*key).random(4) for key in
-              ((2, "client", 3, 7), (1, "client", 7, 3), (1, "client", 37), (1, "sampling", 3, 7), (1, "client", 3, 77))]
+    others = [
+        common.stream(*key).random(4)
+        for key in (
+            (2, "client", 3, 7),
+            (1, "client", 7, 3),
+            (1, "client", 37),
+            (1, "sampling", 3, 7),
+            (1, "client", 3, 77),
+        )
+    ]
     assert not any(np.array_equal(first, other) for other in others)

@@ -25,11 +25,12 @@ def arrays(source, case, dtype=None):
     for key in source.files:
         if key.startswith(f"{case}__"):
             value = torch.from_numpy(np.array(source[key]))
-            found[key[len(case) + 2:]] = value.to(dtype) if dtype and value.is_floating_point() else value
+            found[key[len(case) + 2 :]] = value.to(dtype) if dtype and value.is_floating_point() else value
     return SimpleNamespace(**found)
 
 
 # ---- model ----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("classes", [10, 100])
 @pytest.mark.parametrize("kind, heads", [("ResNet", False), ("ResNet_PC", True)])
@@ -39,14 +40,19 @@ def test_resnet8_names_shapes_and_counts(kind, heads, classes):
     assert list(net.state_dict()) == official["state_keys_in_order"]
     assert sum(p.numel() for p in net.parameters()) == official["n_parameters"]
     size = sum(value.numel() * value.element_size() for value in net.state_dict().values())
-    assert size == {(10, False): 4_921_200, (100, False): 5_013_720, (10, True): 5_446_512, (100, True): 5_539_032}[classes, heads]
+    assert (
+        size
+        == {(10, False): 4_921_200, (100, False): 5_013_720, (10, True): 5_446_512, (100, True): 5_539_032}[
+            classes, heads
+        ]
+    )
 
 
 def formula_weights(net, rule):
     """Fill the network by the golden README's formula; computed in double."""
     for name, value in net.state_dict().items():
         i = torch.arange(value.numel(), dtype=torch.float64)
-        u = torch.sin(i) if rule == "A" else torch.sin(1.7 * i + 0.3 * (i ** 2 % 97))
+        u = torch.sin(i) if rule == "A" else torch.sin(1.7 * i + 0.3 * (i**2 % 97))
         if value.ndim > 1:
             new = u / math.sqrt(value[0].numel())
         elif name == "classifier.bias":
@@ -57,7 +63,7 @@ def formula_weights(net, rule):
             new = 0.1 * torch.cos(i)
         else:
             continue
-        value.copy_(new.float().reshape(value.shape))                 # rounded to float32, also in the double network
+        value.copy_(new.float().reshape(value.shape))  # rounded to float32, also in the double network
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -68,7 +74,12 @@ def test_resnet8_forward(rule, classes, dtype):
     net = proxyfl.ResNet8(classes)
     net = net.double() if dtype == "float64" else net
     formula_weights(net, rule)
-    image = torch.cos(torch.arange(4 * 3 * 32 * 32, dtype=torch.float64)).float().reshape(4, 3, 32, 32).to(net.conv1.weight.dtype)
+    image = (
+        torch.cos(torch.arange(4 * 3 * 32 * 32, dtype=torch.float64))
+        .float()
+        .reshape(4, 3, 32, 32)
+        .to(net.conv1.weight.dtype)
+    )
     tolerance = dict(atol=1e-10, rtol=1e-10) if dtype == "float64" else dict(atol=2e-5, rtol=2e-5)
 
     def check(value, name):
@@ -93,6 +104,7 @@ def test_resnet8_initialisation():
 
 # ---- ICPL -----------------------------------------------------------------------------------------------------
 
+
 def projected_loss(case):
     """The official loss of a golden case, through this project's functions."""
     features = F.normalize(F.linear(case.features, case.feat_proj_weight, case.feat_proj_bias))
@@ -116,8 +128,13 @@ def test_icpl_loss_and_gradients(name, dtype):
     torch.testing.assert_close(loss.detach(), case.loss_f64, atol=1e-12 if double else 2e-6, rtol=0, check_dtype=False)
     for key in inputs:
         expected = getattr(case, f"grad_{key}" + ("_f64" if double and key in inputs[:2] else ""))
-        torch.testing.assert_close(getattr(case, key).grad, expected, check_dtype=False,
-                                   atol=1e-12 if double and key in inputs[:2] else 2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            getattr(case, key).grad,
+            expected,
+            check_dtype=False,
+            atol=1e-12 if double and key in inputs[:2] else 2e-6,
+            rtol=1e-5,
+        )
 
 
 def random_case(seed, rows=14, classes=5, width=6, n_lab=4):
@@ -137,14 +154,16 @@ def test_icpl_against_a_loop_from_the_equations(seed, floor, mean_over):
     features, proxy, prob, class_set, n_lab, confident = random_case(seed)
     losses = {True: [], False: []}
     for i in range(n_lab, len(features)):
-        positive = sum((1 if confident[i] else prob[i, c]) * proxy[c] for c in range(len(proxy)) if class_set[i, c])              # Eq. 6
+        positive = sum(
+            (1 if confident[i] else prob[i, c]) * proxy[c] for c in range(len(proxy)) if class_set[i, c]
+        )  # Eq. 6
         up = math.exp(features[i] @ positive)
         down = up
-        for j in range(len(features)):                                                                  # Eq. 7
+        for j in range(len(features)):  # Eq. 7
             if not set(class_set[i].nonzero().flatten().tolist()) & set(class_set[j].nonzero().flatten().tolist()):
                 similarity = (features[i] @ features[j]).item()
                 down += math.exp(similarity) if similarity > floor else 0
-        losses[bool(confident[i])].append(-math.log(up / down))                                         # Eq. 8
+        losses[bool(confident[i])].append(-math.log(up / down))  # Eq. 8
     groups = [losses[True] + losses[False]] if mean_over == "joint" else [losses[True], losses[False]]
     expected = sum(np.mean(group) for group in groups if group)
     positive = proxyfl.positive_proxy(prob, confident, class_set, proxy)[n_lab:]
@@ -159,17 +178,26 @@ def test_icpl_limits():
     positive = proxyfl.positive_proxy(prob, confident, same, proxy)[n_lab:]
     loss = proxyfl.icpl_loss(features, same, positive, confident[n_lab:], -2, "joint")
     loss.backward()
-    assert loss.item() == 0 and (features.grad == 0).all()                 # all of one class: no negatives
-    both = [proxyfl.icpl_loss(features, class_set, positive, torch.full((len(positive),), everybody), -2, "separate") for everybody in (True, False)]
+    assert loss.item() == 0 and (features.grad == 0).all()  # all of one class: no negatives
+    both = [
+        proxyfl.icpl_loss(features, class_set, positive, torch.full((len(positive),), everybody), -2, "separate")
+        for everybody in (True, False)
+    ]
     joint = proxyfl.icpl_loss(features, class_set, positive, confident[n_lab:], -2, "joint")
-    assert torch.allclose(both[0], joint) and torch.allclose(both[1], joint)      # one group is empty and counts 0, never 0/0
+    assert torch.allclose(both[0], joint) and torch.allclose(
+        both[1], joint
+    )  # one group is empty and counts 0, never 0/0
 
 
 def test_indecisive_set():
-    prob = torch.tensor([[.5, .3, .2], [.1, .1, .8], [.2, .5, .3]])
-    prior = torch.tensor([.2, .5, .3])
+    prob = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.2, 0.5, 0.3]])
+    prior = torch.tensor([0.2, 0.5, 0.3])
     assert proxyfl.indecisive_set(prob, prior, empty_set="none").tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
-    assert proxyfl.indecisive_set(prob, prior).tolist() == [[1, 0, 0], [0, 0, 1], [0, 1, 0]]       # equal to the prior: top-1
+    assert proxyfl.indecisive_set(prob, prior).tolist() == [
+        [1, 0, 0],
+        [0, 0, 1],
+        [0, 1, 0],
+    ]  # equal to the prior: top-1
     assert proxyfl.indecisive_set(prob, prior, "top1").tolist() == [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
     wide = torch.rand(6, 9).softmax(1)
     top5 = proxyfl.indecisive_set(wide, prior, "top5")
@@ -178,11 +206,12 @@ def test_indecisive_set():
 
 # ---- pseudo-labels ----------------------------------------------------------------------------------------------
 
+
 def test_confidence_rules_and_unlabelled_loss():
-    global_prob = torch.tensor([[.96, .04], [.5, .5], [.6, .4], [.95, .05]])
-    local_prob = torch.tensor([[.5, .5], [.01, .99], [.6, .4], [.5, .5]])
-    assert proxyfl.confident_mask(global_prob, local_prob, .95, "global").tolist() == [True, False, False, True]
-    assert proxyfl.confident_mask(global_prob, local_prob, .95, "union").tolist() == [True, True, False, True]
+    global_prob = torch.tensor([[0.96, 0.04], [0.5, 0.5], [0.6, 0.4], [0.95, 0.05]])
+    local_prob = torch.tensor([[0.5, 0.5], [0.01, 0.99], [0.6, 0.4], [0.5, 0.5]])
+    assert proxyfl.confident_mask(global_prob, local_prob, 0.95, "global").tolist() == [True, False, False, True]
+    assert proxyfl.confident_mask(global_prob, local_prob, 0.95, "union").tolist() == [True, True, False, True]
     logits = torch.randn(4, 2, requires_grad=True)
     label, mask = torch.tensor([0, 1, 1, 0]), torch.tensor([True, False, True, False])
     rows = [-(logits[i].exp()[label[i]] / logits[i].exp().sum()).log() for i in (0, 2)]
@@ -198,6 +227,7 @@ def test_confidence_rules_and_unlabelled_loss():
 
 # ---- global proxy tuning ------------------------------------------------------------------------------------------
 
+
 class StoredOrder:
     def __init__(self, order):
         self.order = iter(order.numpy())
@@ -212,18 +242,34 @@ def test_gpt_tuned_weights(name, dtype):
     case = arrays(GPT, name, dtype)
     rng = StoredOrder(case.row_order) if hasattr(case, "row_order") else None
     size = case.client_size / case.client_size.sum()
-    average = case.aggregated_weight if dtype == torch.float32 else torch.einsum("m,mcd->cd", size.double(), case.client_weight)
-    torch.testing.assert_close(proxyfl.max_min_distance(case.aggregated_weight), case.max_min_distance, rtol=1e-6, atol=1e-7)
-    tuned, start, end = proxyfl.tune_global_proxy(average, case.client_weight, int(case.epochs), float(case.lr),
-                                                  int(case.batch_size), float(case.cap), "globals", rng)
+    average = (
+        case.aggregated_weight
+        if dtype == torch.float32
+        else torch.einsum("m,mcd->cd", size.double(), case.client_weight)
+    )
+    torch.testing.assert_close(
+        proxyfl.max_min_distance(case.aggregated_weight), case.max_min_distance, rtol=1e-6, atol=1e-7
+    )
+    tuned, start, end = proxyfl.tune_global_proxy(
+        average,
+        case.client_weight,
+        int(case.epochs),
+        float(case.lr),
+        int(case.batch_size),
+        float(case.cap),
+        "globals",
+        rng,
+    )
     # The golden README's precision: 1e-7 in float32, but for large scales and for tiny distances.
     # In double, too, the official margin was rounded to float32 first: 1e-5 at the scale of `cap_active`.
     tolerance = {"cap_active": 2e-5, "single_client": 2e-6}.get(name, 5e-7 if dtype == torch.float32 else 1e-8)
     expected = case.tuned_weight if dtype == torch.float32 else case.tuned_weight_f64
     torch.testing.assert_close(tuned, expected, atol=tolerance, rtol=0)
     if name != "minibatch4":
-        assert start.item() == pytest.approx(case.epoch_loss_f64[0].item(), abs=1e-5 if dtype == torch.float32 else 1e-6)
-    assert end < start or name == "single_client"      # there the start is the only uploaded classifier itself
+        assert start.item() == pytest.approx(
+            case.epoch_loss_f64[0].item(), abs=1e-5 if dtype == torch.float32 else 1e-6
+        )
+    assert end < start or name == "single_client"  # there the start is the only uploaded classifier itself
 
 
 def test_gpt_paper_form():
@@ -243,7 +289,10 @@ def test_gpt_loss_against_a_loop(contrast, margin):
     total = 0
     for m in range(3):
         for c in range(4):
-            rivals = [torch.dist(proxy[m, c], center[k]) if contrast == "globals" else torch.dist(proxy[m, k], center[c]) for k in range(4)]
+            rivals = [
+                torch.dist(proxy[m, c], center[k]) if contrast == "globals" else torch.dist(proxy[m, k], center[c])
+                for k in range(4)
+            ]
             up = math.exp(-(rivals[c] + margin))
             total -= math.log(up / (up + sum(math.exp(-rivals[k]) for k in range(4) if k != c)))
     if contrast == "locals":
@@ -258,17 +307,22 @@ def test_gpt_limits():
     proxy = torch.randn(3, 4, 5)
     average = proxy.mean(0)
     before = average.clone()
-    assert torch.equal(proxyfl.tune_global_proxy(average, proxy, 0, 0.1, 4, 100.0, "globals", np.random.default_rng(0))[0], before)
+    assert torch.equal(
+        proxyfl.tune_global_proxy(average, proxy, 0, 0.1, 4, 100.0, "globals", np.random.default_rng(0))[0], before
+    )
     for contrast in ("globals", "locals"):
         tuned = proxyfl.tune_global_proxy(average, proxy, 5, 0.1, 4, 100.0, contrast, np.random.default_rng(0))[0]
-        assert torch.equal(average, before) and not torch.equal(tuned, before)      # a copy is tuned
+        assert torch.equal(average, before) and not torch.equal(tuned, before)  # a copy is tuned
         alone = proxyfl.tune_global_proxy(proxy[0], proxy[:1], 3, 0.1, 4, 100.0, contrast, np.random.default_rng(0))[0]
-        assert alone.isfinite().all()                                               # distance 0 to the own proxy: no NaN
-    one_class = proxyfl.tune_global_proxy(average[:1], proxy[:, :1], 3, 0.1, 4, 100.0, "globals", np.random.default_rng(0))
+        assert alone.isfinite().all()  # distance 0 to the own proxy: no NaN
+    one_class = proxyfl.tune_global_proxy(
+        average[:1], proxy[:, :1], 3, 0.1, 4, 100.0, "globals", np.random.default_rng(0)
+    )
     assert torch.equal(one_class[0], average[:1]) and one_class[1] == 0
 
 
 # ---- class prior --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", PRIOR["cases"])
 def test_prior_pooled_counts_and_smoothing(name):
@@ -281,15 +335,18 @@ def test_prior_pooled_counts_and_smoothing(name):
 
 
 def test_prior_of_the_paper_averages_proportions():
-    prior = torch.tensor([.5, .5], dtype=torch.float64)
-    counts = torch.tensor([[9., 1.], [100., 300.], [0., 0.]])              # the third client counted nothing
-    assert proxyfl.update_prior(prior, counts, "clients", 0.0).tolist() == pytest.approx([(.9 + .25) / 2, (.1 + .75) / 2])
+    prior = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    counts = torch.tensor([[9.0, 1.0], [100.0, 300.0], [0.0, 0.0]])  # the third client counted nothing
+    assert proxyfl.update_prior(prior, counts, "clients", 0.0).tolist() == pytest.approx(
+        [(0.9 + 0.25) / 2, (0.1 + 0.75) / 2]
+    )
     assert proxyfl.update_prior(prior, counts, "pooled", 0.0).tolist() == pytest.approx([109 / 410, 301 / 410])
-    assert proxyfl.update_prior(prior, counts, "pooled", 1.0).tolist() == [.5, .5]
+    assert proxyfl.update_prior(prior, counts, "pooled", 1.0).tolist() == [0.5, 0.5]
     assert torch.equal(proxyfl.update_prior(prior, torch.zeros(3, 2), "clients", 0.0), prior)
 
 
 # ---- one local step -----------------------------------------------------------------------------------------------
+
 
 class StoredNet(torch.nn.Module):
     """Answers every forward pass with the rows it was given, in the place of a network."""
@@ -302,7 +359,7 @@ class StoredNet(torch.nn.Module):
         self.proxy_proj = lambda x: F.linear(x, case.proxy_proj_weight)
 
     def forward(self, views):
-        rows = views[:, 0, 0, 0].long()                                    # a view's one pixel value is its row number
+        rows = views[:, 0, 0, 0].long()  # a view's one pixel value is its row number
         return self.features[rows], self.logits[rows]
 
 
@@ -310,7 +367,9 @@ def step(variant, features, local_logits, global_prob, label, prior, case, *flag
     args = proxyfl.parse_args(["--variant", variant, *map(str, flags)])
     args.amp = False
     views = torch.arange(len(features)).float().view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
-    return proxyfl.local_loss(args, StoredNet(features, local_logits, case), StoredNet(features, global_prob.log(), case), views, label, prior)
+    return proxyfl.local_loss(
+        args, StoredNet(features, local_logits, case), StoredNet(features, global_prob.log(), case), views, label, prior
+    )
 
 
 def test_local_step_official_against_golden_trainer_layout():
@@ -318,18 +377,31 @@ def test_local_step_official_against_golden_trainer_layout():
     case = arrays(ICPL, "trainer_layout")
     n_lab, rows = int(case.n_labelled), len(case.features)
     confident, threshold = case.conf_mask, 0.95
-    local_logits = torch.zeros(rows, 10)                                   # unsure everywhere but where the local model decides
+    local_logits = torch.zeros(rows, 10)  # unsure everywhere but where the local model decides
     by_local = confident & (case.global_probs.amax(1) < threshold)
-    assert by_local[n_lab:].sum() == 2 and not by_local[:n_lab].any()      # one image, two views: the union mask is at work
-    local_logits[by_local.nonzero()[0], 0] = 9.
+    assert by_local[n_lab:].sum() == 2 and not by_local[:n_lab].any()  # one image, two views: the union mask is at work
+    local_logits[by_local.nonzero()[0], 0] = 9.0
     label = torch.zeros(n_lab, dtype=torch.int64)
-    loss, counts, values = step("official", case.features, local_logits, case.global_probs, label, case.prior.float(), case,
-                                "--conf-threshold", threshold, "--empty-set", "none")
-    assert torch.equal(values["confident"], confident[n_lab:n_lab + 12])
+    loss, counts, values = step(
+        "official",
+        case.features,
+        local_logits,
+        case.global_probs,
+        label,
+        case.prior.float(),
+        case,
+        "--conf-threshold",
+        threshold,
+        "--empty-set",
+        "none",
+    )
+    assert torch.equal(values["confident"], confident[n_lab : n_lab + 12])
     assert values["loss_icpl"].item() == pytest.approx(case.loss.item(), abs=2e-6)
-    expected = F.cross_entropy(torch.zeros(n_lab, 10), label) + math.log(10) * confident[n_lab:].float().mean() + case.loss
+    expected = (
+        F.cross_entropy(torch.zeros(n_lab, 10), label) + math.log(10) * confident[n_lab:].float().mean() + case.loss
+    )
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
-    kept = case.global_probs[n_lab:n_lab + 12].argmax(1)[confident[n_lab:n_lab + 12]]
+    kept = case.global_probs[n_lab : n_lab + 12].argmax(1)[confident[n_lab : n_lab + 12]]
     assert counts.tolist() == (torch.bincount(label, minlength=10) + torch.bincount(kept, minlength=10)).tolist()
 
 
@@ -340,12 +412,16 @@ def test_local_step_paper_against_a_loop():
     torch.manual_seed(1)
     local_logits, label = torch.randn(30, classes), torch.randint(classes, (n_lab,))
     prior = case.prior.float()
-    weak_prob, local_prob = case.global_probs[n_lab:n_lab + n_unl], local_logits[n_lab:n_lab + n_unl].softmax(1)
+    weak_prob, local_prob = case.global_probs[n_lab : n_lab + n_unl], local_logits[n_lab : n_lab + n_unl].softmax(1)
     sets, positives, confident = [{int(y)} for y in label], [None] * n_lab, [True] * n_lab
     unit_proxy = F.normalize(case.classifier_weight)
     for i in range(n_unl):
         sure = weak_prob[i].max() >= threshold
-        sets.append({int(weak_prob[i].argmax())} if sure else {c for c in range(classes) if weak_prob[i, c] > prior[c]} or {int(weak_prob[i].argmax())})
+        sets.append(
+            {int(weak_prob[i].argmax())}
+            if sure
+            else {c for c in range(classes) if weak_prob[i, c] > prior[c]} or {int(weak_prob[i].argmax())}
+        )
         positives.append(sum((1.0 if sure else local_prob[i, c]) * unit_proxy[c] for c in sets[-1]))
         confident.append(bool(sure))
     sets, positives, confident = (part + part[n_lab:] for part in (sets, positives, confident))
@@ -357,25 +433,42 @@ def test_local_step_paper_against_a_loop():
         losses[confident[i]].append(-(up / down).log().item())
     assert losses[True] and losses[False]
     expected = np.mean(losses[True]) + np.mean(losses[False])
-    loss, _, values = step("paper", case.features, local_logits, case.global_probs, label, prior, case, "--conf-threshold", threshold)
+    loss, _, values = step(
+        "paper", case.features, local_logits, case.global_probs, label, prior, case, "--conf-threshold", threshold
+    )
     assert values["loss_icpl"].item() == pytest.approx(expected, abs=1e-5)
     sure = [i for i in range(n_unl) if confident[n_lab + i]]
-    strong = F.cross_entropy(local_logits[n_lab + n_unl:][sure], weak_prob.argmax(1)[sure])
-    assert loss.item() == pytest.approx((F.cross_entropy(local_logits[:n_lab], label) + strong + expected).item(), abs=1e-5)
+    strong = F.cross_entropy(local_logits[n_lab + n_unl :][sure], weak_prob.argmax(1)[sure])
+    assert loss.item() == pytest.approx(
+        (F.cross_entropy(local_logits[:n_lab], label) + strong + expected).item(), abs=1e-5
+    )
 
 
 def test_without_icpl_the_step_is_fixmatch_with_global_labels():
     case = arrays(ICPL, "trainer_layout")
     torch.manual_seed(2)
     local_logits, label = (2 * torch.randn(30, 10)).requires_grad_(), torch.randint(10, (6,))
-    loss, _, values = step("official", case.features, local_logits, case.global_probs, label, case.prior.float(), case,
-                           "--no-icpl", "--conf-threshold", 0.5)
+    loss, _, values = step(
+        "official",
+        case.features,
+        local_logits,
+        case.global_probs,
+        label,
+        case.prior.float(),
+        case,
+        "--no-icpl",
+        "--conf-threshold",
+        0.5,
+    )
     weak, local = case.global_probs[6:18], local_logits[6:18].detach().softmax(1)
-    mask = (weak.amax(1) >= .5) | (local.amax(1) >= .5)
-    expected = F.cross_entropy(local_logits[:6], label) + (F.cross_entropy(local_logits[18:], weak.argmax(1), reduction="none") * mask).sum() / 12
+    mask = (weak.amax(1) >= 0.5) | (local.amax(1) >= 0.5)
+    expected = (
+        F.cross_entropy(local_logits[:6], label)
+        + (F.cross_entropy(local_logits[18:], weak.argmax(1), reduction="none") * mask).sum() / 12
+    )
     assert values["class_set"] is None and loss.item() == pytest.approx(expected.item(), abs=1e-6)
     loss.backward()
-    assert (local_logits.grad[6:18] == 0).all()                            # weak views teach, they do not learn
+    assert (local_logits.grad[6:18] == 0).all()  # weak views teach, they do not learn
     assert (local_logits.grad[18:][~mask] == 0).all() and (local_logits.grad[18:][mask] != 0).any(1).all()
 
 
@@ -385,7 +478,15 @@ def test_icpl_gradients_reach_features_and_proxies_but_not_the_weights():
     local_logits = torch.randn(30, 10, requires_grad=True)
     for variant in ("paper", "official"):
         case.features.grad = case.classifier_weight.grad = local_logits.grad = None
-        _, _, values = step(variant, case.features, local_logits, case.global_probs, torch.zeros(6, dtype=torch.int64), case.prior.float(), case)
+        _, _, values = step(
+            variant,
+            case.features,
+            local_logits,
+            case.global_probs,
+            torch.zeros(6, dtype=torch.int64),
+            case.prior.float(),
+            case,
+        )
         values["loss_icpl"].backward()
         assert case.features.grad.abs().sum() > 0 and case.classifier_weight.grad.abs().sum() > 0
         assert local_logits.grad is None or (local_logits.grad == 0).all()
@@ -393,16 +494,25 @@ def test_icpl_gradients_reach_features_and_proxies_but_not_the_weights():
 
 # ---- averaging ------------------------------------------------------------------------------------------------------
 
+
 def upload(seed, weight, classes=3, counter=1):
     torch.manual_seed(seed)
     net = proxyfl.ResNet8(classes, 2)
-    state = {name: torch.randn_like(value).abs() if value.is_floating_point() else torch.tensor(counter) for name, value in net.state_dict().items()}
-    return proxyfl.Upload(state, torch.rand(classes), torch.tensor(float(weight), dtype=torch.float64), torch.zeros(len(proxyfl.METRICS)))
+    state = {
+        name: torch.randn_like(value).abs() if value.is_floating_point() else torch.tensor(counter)
+        for name, value in net.state_dict().items()
+    }
+    return proxyfl.Upload(
+        state, torch.rand(classes), torch.tensor(float(weight), dtype=torch.float64), torch.zeros(len(proxyfl.METRICS))
+    )
 
 
 def average(uploads, *flags):
     args = proxyfl.parse_args(["--no-gpt", *flags])
-    old = proxyfl.Broadcast({name: value.clone() for name, value in upload(99, 1).state.items()}, torch.full((3,), 1 / 3, dtype=torch.float64))
+    old = proxyfl.Broadcast(
+        {name: value.clone() for name, value in upload(99, 1).state.items()},
+        torch.full((3,), 1 / 3, dtype=torch.float64),
+    )
     return proxyfl.server_update(args, 1, old, uploads), old
 
 
@@ -419,7 +529,7 @@ def test_average_is_weighted_by_images_and_keeps_integer_counters():
         assert value.data_ptr() not in (a.data_ptr(), b.data_ptr())
     net = proxyfl.ResNet8(3, 2)
     net.load_state_dict(new.state, strict=True)
-    net.bn1.momentum = None                                                # cumulative averaging needs a sane counter
+    net.bn1.momentum = None  # cumulative averaging needs a sane counter
     assert net.train()(torch.rand(2, 3, 8, 8))[1].isfinite().all()
 
 
@@ -453,6 +563,6 @@ def test_passes_drop_partial_batches_and_restart():
     batches = proxyfl.passes(2500, 256, 19, np.random.default_rng(0))
     assert batches.shape == (19, 256)
     for first, last in ((0, 9), (9, 18)):
-        assert len(np.unique(batches[first:last])) == 9 * 256              # no image twice in a pass
+        assert len(np.unique(batches[first:last])) == 9 * 256  # no image twice in a pass
     assert proxyfl.passes(3, 3, 2, np.random.default_rng(0)).shape == (2, 3)
     assert common.stream(1, "x").integers(10) == common.stream(1, "x").integers(10)

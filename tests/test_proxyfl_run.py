@@ -37,8 +37,11 @@ def checkpoint(folder):
 
 def same_run(first, second):
     a, b = checkpoint(first), checkpoint(second)
-    return (rows(first) == rows(second) and all(torch.equal(value, b["state"][name]) for name, value in a["state"].items())
-            and torch.equal(a["class_prior"], b["class_prior"]))
+    return (
+        rows(first) == rows(second)
+        and all(torch.equal(value, b["state"][name]) for name, value in a["state"].items())
+        and torch.equal(a["class_prior"], b["class_prior"])
+    )
 
 
 def test_same_command_same_bits_other_seed_other_bits(tmp_path):
@@ -46,8 +49,10 @@ def test_same_command_same_bits_other_seed_other_bits(tmp_path):
     assert same_run(first, second)
     other = train(tmp_path, "--seed", 2, name="c")
     assert not same_run(first, other)
-    assert (first / "clients.csv").read_text() == (other / "clients.csv").read_text()      # the split has a seed of its own
-    assert (first / "clients.csv").read_text() != (train(tmp_path, "--split-seed", 1, name="d") / "clients.csv").read_text()
+    assert (first / "clients.csv").read_text() == (other / "clients.csv").read_text()  # the split has a seed of its own
+    assert (first / "clients.csv").read_text() != (
+        train(tmp_path, "--split-seed", 1, name="d") / "clients.csv"
+    ).read_text()
 
 
 @pytest.mark.parametrize("flags", [[], ["--variant", "paper"], ["--shared-momentum"], ["--no-icpl", "--no-gpt"]])
@@ -58,7 +63,7 @@ def test_resumed_run_equals_the_straight_one(tmp_path, flags):
     assert same_run(straight, parts)
     assert json.loads((parts / "summary.json").read_text())["finished"]
     before = (parts / "rounds.csv").read_bytes()
-    train(tmp_path, "--rounds", 4, "--resume", *flags, name="parts")                       # nothing left to do
+    train(tmp_path, "--rounds", 4, "--resume", *flags, name="parts")  # nothing left to do
     assert (parts / "rounds.csv").read_bytes() == before
 
 
@@ -66,13 +71,19 @@ def test_kill_9_in_any_round_then_resume(tmp_path, script):
     command = [*SHORT, "--out-dir", tmp_path, "--rounds", 6, "--local-epochs", 2]
     threads = {"OMP_NUM_THREADS": "1"}
     script("proxyfl.py", *command, "--run-name", "straight", env=threads)
-    for attempt, wait_for in enumerate((0, 3)):                                             # complete rounds before the kill
+    for attempt, wait_for in enumerate((0, 3)):  # complete rounds before the kill
         folder = tmp_path / f"killed{attempt}"
-        process = subprocess.Popen([sys.executable, str(ROOT / "proxyfl.py"), *map(str, command), "--run-name", folder.name],
-                                   env={**os.environ, **threads}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "proxyfl.py"), *map(str, command), "--run-name", folder.name],
+            env={**os.environ, **threads},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         deadline = time.time() + 120
         while time.time() < deadline and not (
-                (folder / "config.json").exists() and (wait_for == 0 or (folder / "rounds.csv").exists() and len(rows(folder)) >= wait_for)):
+            (folder / "config.json").exists()
+            and (wait_for == 0 or (folder / "rounds.csv").exists() and len(rows(folder)) >= wait_for)
+        ):
             time.sleep(0.002)
         time.sleep(0.03 * attempt)
         process.send_signal(signal.SIGKILL)
@@ -91,8 +102,22 @@ def test_row_without_its_checkpoint_is_dropped_on_resume(tmp_path):
 
 
 def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(tmp_path):
-    process = subprocess.Popen([sys.executable, str(ROOT / "proxyfl.py"), *SHORT, "--rounds", "500", "--out-dir", str(tmp_path), "--run-name", "run"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "proxyfl.py"),
+            *SHORT,
+            "--rounds",
+            "500",
+            "--out-dir",
+            str(tmp_path),
+            "--run-name",
+            "run",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while not (tmp_path / "run" / "checkpoint.pt").exists():
         time.sleep(0.02)
         assert process.poll() is None
@@ -110,6 +135,7 @@ def test_labels_of_unlabelled_images_change_no_weight(tmp_path, monkeypatch):
         hidden = np.concatenate(data.unlabelled)
         data.labels[hidden] = data.labels[hidden][torch.from_numpy(np.random.default_rng(0).permutation(len(hidden)))]
         return data, *rest
+
     monkeypatch.setattr(proxyfl, "prepare_data", scrambled)
     for variant in ([], ["--variant", "paper"]):
         monkeypatch.setattr(proxyfl, "prepare_data", honest)
@@ -119,10 +145,13 @@ def test_labels_of_unlabelled_images_change_no_weight(tmp_path, monkeypatch):
         a, b = checkpoint(plain), checkpoint(other)
         assert all(torch.equal(value, b["state"][name]) for name, value in a["state"].items())
         assert torch.equal(a["class_prior"], b["class_prior"])
-        assert [row["pl_acc_pct"] for row in rows(plain)] != [row["pl_acc_pct"] for row in rows(other)]      # the scramble was real
+        assert [row["pl_acc_pct"] for row in rows(plain)] != [
+            row["pl_acc_pct"] for row in rows(other)
+        ]  # the scramble was real
 
 
 # ---- clients of every size ----------------------------------------------------------------------------------------
+
 
 def world(n_labelled, n_unlabelled, classes=4, **settings):
     """Two clients: one of the given size, one of 40 images. Returns client_update's arguments but the client."""
@@ -132,12 +161,23 @@ def world(n_labelled, n_unlabelled, classes=4, **settings):
     total = n_labelled + n_unlabelled + 40
     order = rng.permutation(total)
     data = proxyfl.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)), torch.from_numpy(rng.integers(0, classes - 1, total)),
-        [order[:n_labelled], order[-10:]], [order[n_labelled:n_labelled + n_unlabelled], order[-40:-10]], ((.5,) * 3, (.3,) * 3), None)
+        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)),
+        torch.from_numpy(rng.integers(0, classes - 1, total)),
+        [order[:n_labelled], order[-10:]],
+        [order[n_labelled : n_labelled + n_unlabelled], order[-40:-10]],
+        ((0.5,) * 3, (0.3,) * 3),
+        None,
+    )
     torch.manual_seed(0)
-    net, teacher = (proxyfl.ResNet8(classes, args.width, args.similarity == "projected").to(memory_format=torch.channels_last) for _ in range(2))
+    net, teacher = (
+        proxyfl.ResNet8(classes, args.width, args.similarity == "projected").to(memory_format=torch.channels_last)
+        for _ in range(2)
+    )
     optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    received = proxyfl.Broadcast({name: value.clone() for name, value in net.state_dict().items()}, torch.full((classes,), 1 / classes, dtype=torch.float64))
+    received = proxyfl.Broadcast(
+        {name: value.clone() for name, value in net.state_dict().items()},
+        torch.full((classes,), 1 / classes, dtype=torch.float64),
+    )
     return args, data, received, net, teacher, optimizer
 
 
@@ -147,7 +187,10 @@ def update(client, args, data, received, net, teacher, optimizer):
 
 @pytest.mark.parametrize("variant", ["paper", "official"])
 @pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("n_labelled, n_unlabelled", [(0, 0), (0, 1), (1, 0), (0, 2), (2, 1), (0, 7), (7, 0), (8, 0), (9, 0), (0, 8), (0, 9), (3, 17)])
+@pytest.mark.parametrize(
+    "n_labelled, n_unlabelled",
+    [(0, 0), (0, 1), (1, 0), (0, 2), (2, 1), (0, 7), (7, 0), (8, 0), (9, 0), (0, 8), (0, 9), (3, 17)],
+)
 def test_client_of_any_size(n_labelled, n_unlabelled, batch_size, variant):
     setting = world(n_labelled, n_unlabelled, batch_size=batch_size, variant=variant)
     upload = update(0, *setting)
@@ -155,7 +198,11 @@ def test_client_of_any_size(n_labelled, n_unlabelled, batch_size, variant):
     metrics = dict(zip(proxyfl.METRICS, upload.metrics.tolist()))
     assert upload.weight.item() == pool and metrics["steps"] == (max(1, pool // batch_size) if pool else 0)
     assert metrics["sup_steps"] == (metrics["steps"] if n_labelled else 0)
-    changed = any(not torch.equal(value, setting[2].state[name]) for name, value in upload.state.items() if name.endswith("weight"))
+    changed = any(
+        not torch.equal(value, setting[2].state[name])
+        for name, value in upload.state.items()
+        if name.endswith("weight")
+    )
     assert changed == (pool > 0)
     assert all(value.isfinite().all() for value in upload.state.values()) and upload.class_count.isfinite().all()
     if not n_labelled:
@@ -184,18 +231,46 @@ def test_clients_without_images_get_weight_0_and_a_logged_reason(tmp_path, capsy
 
 
 def test_every_client_of_the_round_empty_keeps_the_model(tmp_path):
-    folder = train(tmp_path, "--partition", "dirichlet", "--alpha", 0.001, "--clients", 200, "--clients-per-round", 1, "--rounds", 6)
+    folder = train(
+        tmp_path,
+        "--partition",
+        "dirichlet",
+        "--alpha",
+        0.001,
+        "--clients",
+        200,
+        "--clients-per-round",
+        1,
+        "--rounds",
+        6,
+    )
     table = rows(folder)
     idle = [row for row in table if row["clients_trained"] == "0"]
     assert idle and all(row["loss_sup"] == row["loss_gpt_start"] == "" and row["bytes_up"] == "0" for row in idle)
     assert checkpoint(folder)["round"] == 6
 
 
-@pytest.mark.parametrize("flags", [
-    ["--clients-per-round", 4], ["--batch-size", 1], ["--mu", 5], ["--alpha", "inf"], ["--label-ratio", 1], ["--candidate-set", "top1"],
-    ["--candidate-set", "top5"], ["--no-icpl"], ["--no-gpt"], ["--no-icpl", "--no-gpt", "--lambda-u", 0], ["--similarity", "dot"],
-    ["--stats", "official", "--client-weight", "official", "--shared-momentum", "--empty-set", "none"], ["--gpt-epochs", 0], ["--clients", 1, "--clients-per-round", 1],
-    ["--amp"], ["--flip", "--width", 3]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--clients-per-round", 4],
+        ["--batch-size", 1],
+        ["--mu", 5],
+        ["--alpha", "inf"],
+        ["--label-ratio", 1],
+        ["--candidate-set", "top1"],
+        ["--candidate-set", "top5"],
+        ["--no-icpl"],
+        ["--no-gpt"],
+        ["--no-icpl", "--no-gpt", "--lambda-u", 0],
+        ["--similarity", "dot"],
+        ["--stats", "official", "--client-weight", "official", "--shared-momentum", "--empty-set", "none"],
+        ["--gpt-epochs", 0],
+        ["--clients", 1, "--clients-per-round", 1],
+        ["--amp"],
+        ["--flip", "--width", 3],
+    ],
+)
 def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
     folder = train(tmp_path, "--rounds", 1, *flags)
     assert all(value.isfinite().all() for value in checkpoint(folder)["state"].values())
@@ -205,16 +280,19 @@ def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
         assert row["loss_icpl"] == row["set_size"] == "" and "feat_proj.weight" not in checkpoint(folder)["state"]
     if "--no-gpt" in flags:
         assert row["loss_gpt_start"] == ""
-    json.loads((folder / "config.json").read_text(), parse_constant=pytest.fail)      # strict JSON: no Infinity, no NaN
+    json.loads((folder / "config.json").read_text(), parse_constant=pytest.fail)  # strict JSON: no Infinity, no NaN
 
 
 # ---- no client sees another's work --------------------------------------------------------------------------------
+
 
 def test_clients_start_from_the_broadcast_and_leave_it_alone():
     args, data, received, net, teacher, optimizer = setting = world(5, 30)
     before = {name: value.clone() for name, value in received.state.items()}
     seen = []
-    net.register_forward_pre_hook(lambda module, _: seen.append({n: v.clone() for n, v in module.state_dict().items()}) if module.fresh else None)
+    net.register_forward_pre_hook(
+        lambda module, _: seen.append({n: v.clone() for n, v in module.state_dict().items()}) if module.fresh else None
+    )
     for client in (0, 1, 0):
         net.fresh = True
         handle = net.register_forward_hook(lambda module, *_: setattr(module, "fresh", False))
@@ -226,10 +304,12 @@ def test_clients_start_from_the_broadcast_and_leave_it_alone():
     assert all(torch.equal(received.state[name], value) for name, value in before.items())
     assert all(torch.equal(teacher.state_dict()[name], value) for name, value in before.items())
     first, second = update(0, *setting), update(1, *setting)
-    again = update(0, *setting)                                            # the client in between left no trace
+    again = update(0, *setting)  # the client in between left no trace
     assert all(torch.equal(first.state[name], value) for name, value in again.state.items())
     assert any(not torch.equal(first.state[name], second.state[name]) for name in before)
-    pointers = [value.data_ptr() for upload in (first, second) for value in upload.state.values()] + [value.data_ptr() for value in net.state_dict().values()]
+    pointers = [value.data_ptr() for upload in (first, second) for value in upload.state.values()] + [
+        value.data_ptr() for value in net.state_dict().values()
+    ]
     assert len(set(pointers)) == len(pointers)
 
 
@@ -242,7 +322,9 @@ def test_without_a_step_size_only_batch_norm_statistics_move():
 
 def test_class_counts_come_from_the_last_epoch():
     once, twice = (update(0, *world(6, 30, local_epochs=epochs, conf_threshold=1.5, lr=0)) for epochs in (1, 2))
-    assert once.class_count.sum() == twice.class_count.sum() == 4 * 8     # 36 // 8 steps of 8 labelled images, nothing else passes
+    assert (
+        once.class_count.sum() == twice.class_count.sum() == 4 * 8
+    )  # 36 // 8 steps of 8 labelled images, nothing else passes
 
 
 def test_shared_momentum_is_carried_and_fresh_momentum_is_not():
@@ -256,27 +338,52 @@ def test_shared_momentum_is_carried_and_fresh_momentum_is_not():
 
 # ---- files --------------------------------------------------------------------------------------------------------
 
+
 def test_run_folder_holds_what_the_contract_names(tmp_path, capsys):
     folder = train(tmp_path)
-    assert {path.name for path in folder.iterdir()} >= {"config.json", "clients.csv", "rounds.csv", "summary.json", "checkpoint.pt", "curves.png", "common.py"}
-    assert not list(folder.glob(".*"))                                     # no temporary file stays
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.json",
+        "clients.csv",
+        "rounds.csv",
+        "summary.json",
+        "checkpoint.pt",
+        "curves.png",
+        "common.py",
+    }
+    assert not list(folder.glob(".*"))  # no temporary file stays
     config = json.loads((folder / "config.json").read_text())
-    assert config["settings"]["alpha"] == 0.1 and config["settings"]["similarity"] == "projected" and config["versions"]["torch"]
+    assert (
+        config["settings"]["alpha"] == 0.1
+        and config["settings"]["similarity"] == "projected"
+        and config["versions"]["torch"]
+    )
     assert config["commit"] and config["device"].startswith("cpu")
     with open(folder / "clients.csv", newline="") as file:
         clients = [{key: int(value) for key, value in row.items()} for row in csv.DictReader(file)]
-    assert len(clients) == 4 and sum(row["labelled"] for row in clients) == 20 and sum(row["unlabelled"] for row in clients) == 180
+    assert (
+        len(clients) == 4
+        and sum(row["labelled"] for row in clients) == 20
+        and sum(row["unlabelled"] for row in clients) == 180
+    )
     assert all(row["labelled"] == sum(row[f"labelled_{c}"] for c in range(10)) for row in clients)
     table = rows(folder)
     net = proxyfl.ResNet8(10, 4, heads=True)
     message = sum(value.numel() * value.element_size() for value in net.state_dict().values()) + 4 * 10
     assert [row["bytes_up"] for row in table] == [row["bytes_down"] for row in table] == [str(3 * message)] * 2
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["final_acc_pct"] == float(table[-1]["test_acc_pct"]) and summary["best_acc_pct"] == max(float(row["test_acc_pct"]) for row in table)
-    assert summary["mean_last10_acc_pct"] == pytest.approx(np.mean([float(row["test_acc_pct"]) for row in table]), abs=1e-3)
+    assert summary["final_acc_pct"] == float(table[-1]["test_acc_pct"]) and summary["best_acc_pct"] == max(
+        float(row["test_acc_pct"]) for row in table
+    )
+    assert summary["mean_last10_acc_pct"] == pytest.approx(
+        np.mean([float(row["test_acc_pct"]) for row in table]), abs=1e-3
+    )
     assert summary["rounds"] == 2 and summary["finished"] and summary["bytes_up"] == 2 * 3 * message
     said = capsys.readouterr().out
-    assert "similarity=projected" in said and "round 2/2 | acc" in said and said.strip().splitlines()[-1].startswith("final ")
+    assert (
+        "similarity=projected" in said
+        and "round 2/2 | acc" in said
+        and said.strip().splitlines()[-1].startswith("final ")
+    )
     assert float(table[0]["set_recall_pct"]) <= 100 and float(table[0]["set_size"]) >= 1
 
 
@@ -285,10 +392,16 @@ def test_accuracy_after_loading_equals_the_one_logged(tmp_path):
     state = checkpoint(folder)
     data = common.load_dataset("digits", "data", 8, 200)
     net = proxyfl.ResNet8(10, 4, heads=True).to(memory_format=torch.channels_last)
-    accuracy = proxyfl.evaluate(net, state["state"], data.test_images, data.test_labels, common.channel_stats(data.train_images))
+    accuracy = proxyfl.evaluate(
+        net, state["state"], data.test_images, data.test_labels, common.channel_stats(data.train_images)
+    )
     assert rows(folder)[-1]["test_acc_pct"] == f"{accuracy:.6g}"
-    slow = np.mean([net(common.normalise(image[None], *common.channel_stats(data.train_images)))[1].argmax().item() == label
-                    for image, label in zip(data.test_images, data.test_labels)])
+    slow = np.mean(
+        [
+            net(common.normalise(image[None], *common.channel_stats(data.train_images)))[1].argmax().item() == label
+            for image, label in zip(data.test_images, data.test_labels)
+        ]
+    )
     assert accuracy == pytest.approx(100 * slow)
 
 
@@ -302,7 +415,14 @@ def test_script_and_common_alone_in_an_empty_folder(tmp_path):
     for name in ("proxyfl.py", "common.py"):
         shutil.copy(ROOT / name, tmp_path)
     code = f"import multiprocessing, runpy, sys; multiprocessing.set_start_method('spawn'); sys.argv = ['proxyfl.py', *{SHORT}]; runpy.run_path('proxyfl.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "proxyfl_digits_a0.1_s1" / "summary.json").exists()
     assert json.loads((tmp_path / "runs" / "proxyfl_digits_a0.1_s1" / "config.json").read_text())["commit"] == "unknown"
@@ -313,4 +433,4 @@ def test_script_and_common_alone_in_an_empty_folder(tmp_path):
 def test_default_run_reaches_90_percent(tmp_path, script, seed):
     script("proxyfl.py", "--seed", seed, "--out-dir", tmp_path, "--run-name", "run")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert 90 <= summary["final_acc_pct"] <= 99.5                         # too good would be a bug as well
+    assert 90 <= summary["final_acc_pct"] <= 99.5  # too good would be a bug as well
