@@ -59,7 +59,7 @@ PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu
 PRESETS = {
     "cifar10": PAPER | dict(rounds=300, gpt_epochs=100),
     "cifar100": PAPER | dict(rounds=500, gpt_epochs=10),
-    "svhn": PAPER | dict(rounds=150, gpt_epochs=100, flip=False),
+    "svhn": PAPER | dict(rounds=150, gpt_epochs=100, flip=False),          # DIFF-17: no mirrored digits
     "cinic10": PAPER | dict(rounds=400, gpt_epochs=100),
     "fashionmnist": PAPER | dict(rounds=150, gpt_epochs=100),              # not in the paper
     "folder": PAPER | dict(rounds=300, gpt_epochs=100),                    # not in the paper
@@ -589,6 +589,7 @@ def prepare_data(args, device):
     if args.dataset == "svhn" and args.train_subset is None:
         per_class = np.full_like(per_class, 4600)                          # official: "10 %" is 460 of each class
     per_class = np.maximum(1, np.round(args.label_ratio * per_class).astype(int))
+    # DIFF-18 the paper says Dirichlet; the code draws two-way, inside slices. --partition dirichlet: over all clients.
     parts = common.partition(labels, args.clients, args.alpha, per_class, args.partition, args.split_seed)
     train_stats = test_stats = common.channel_stats(source.train_images)
     if args.stats == "official":                                           # DIFF-15

@@ -103,7 +103,7 @@ def test_textbook_draw_has_dirichlet_moments():
 
 
 def test_published_sizes_of_cifar10():
-    """Spec of the protocol: 250 labelled and 2,250 unlabelled images a client, two labelled classes absent on average."""
+    """250 labelled and 2,250 unlabelled images a client, two labelled classes absent on average."""
     labelled, unlabelled = common.partition(CIFAR_SIZED, 20, 0.1, 500)
     assert {len(part) for part in labelled} == {250} and {len(part) for part in unlabelled} == {2250}
     absent = (class_mixes(labelled, CIFAR_SIZED) == 0).sum(1)

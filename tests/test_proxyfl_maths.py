@@ -363,13 +363,13 @@ class StoredNet(torch.nn.Module):
         return self.features[rows], self.logits[rows]
 
 
-def step(variant, features, local_logits, global_prob, label, prior, case, *flags):
+def step(variant, case, local_logits, label, *flags):
+    """local_loss on the rows of a golden case, with the given local logits in the place of the network's."""
     args = proxyfl.parse_args(["--variant", variant, *map(str, flags)])
     args.amp = False
-    views = torch.arange(len(features)).float().view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
-    return proxyfl.local_loss(
-        args, StoredNet(features, local_logits, case), StoredNet(features, global_prob.log(), case), views, label, prior
-    )
+    views = torch.arange(len(case.features)).float().view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+    net, teacher = (StoredNet(case.features, logits, case) for logits in (local_logits, case.global_probs.log()))
+    return proxyfl.local_loss(args, net, teacher, views, label, case.prior.float())
 
 
 def test_local_step_official_against_golden_trainer_layout():
@@ -383,17 +383,7 @@ def test_local_step_official_against_golden_trainer_layout():
     local_logits[by_local.nonzero()[0], 0] = 9.0
     label = torch.zeros(n_lab, dtype=torch.int64)
     loss, counts, values = step(
-        "official",
-        case.features,
-        local_logits,
-        case.global_probs,
-        label,
-        case.prior.float(),
-        case,
-        "--conf-threshold",
-        threshold,
-        "--empty-set",
-        "none",
+        "official", case, local_logits, label, "--conf-threshold", threshold, "--empty-set", "none"
     )
     assert torch.equal(values["confident"], confident[n_lab : n_lab + 12])
     assert values["loss_icpl"].item() == pytest.approx(case.loss.item(), abs=2e-6)
@@ -406,7 +396,7 @@ def test_local_step_official_against_golden_trainer_layout():
 
 
 def test_local_step_paper_against_a_loop():
-    """The paper's reading: true classes of labelled rows, global confidence, local weights, two averages, all negatives."""
+    """True classes of labelled rows, global confidence, local weights, two averages, all negatives."""
     case = arrays(ICPL, "trainer_layout")
     n_lab, n_unl, classes, threshold = 6, 12, 10, 0.5
     torch.manual_seed(1)
@@ -433,9 +423,7 @@ def test_local_step_paper_against_a_loop():
         losses[confident[i]].append(-(up / down).log().item())
     assert losses[True] and losses[False]
     expected = np.mean(losses[True]) + np.mean(losses[False])
-    loss, _, values = step(
-        "paper", case.features, local_logits, case.global_probs, label, prior, case, "--conf-threshold", threshold
-    )
+    loss, _, values = step("paper", case, local_logits, label, "--conf-threshold", threshold)
     assert values["loss_icpl"].item() == pytest.approx(expected, abs=1e-5)
     sure = [i for i in range(n_unl) if confident[n_lab + i]]
     strong = F.cross_entropy(local_logits[n_lab + n_unl :][sure], weak_prob.argmax(1)[sure])
@@ -448,18 +436,7 @@ def test_without_icpl_the_step_is_fixmatch_with_global_labels():
     case = arrays(ICPL, "trainer_layout")
     torch.manual_seed(2)
     local_logits, label = (2 * torch.randn(30, 10)).requires_grad_(), torch.randint(10, (6,))
-    loss, _, values = step(
-        "official",
-        case.features,
-        local_logits,
-        case.global_probs,
-        label,
-        case.prior.float(),
-        case,
-        "--no-icpl",
-        "--conf-threshold",
-        0.5,
-    )
+    loss, _, values = step("official", case, local_logits, label, "--no-icpl", "--conf-threshold", 0.5)
     weak, local = case.global_probs[6:18], local_logits[6:18].detach().softmax(1)
     mask = (weak.amax(1) >= 0.5) | (local.amax(1) >= 0.5)
     expected = (
@@ -478,15 +455,7 @@ def test_icpl_gradients_reach_features_and_proxies_but_not_the_weights():
     local_logits = torch.randn(30, 10, requires_grad=True)
     for variant in ("paper", "official"):
         case.features.grad = case.classifier_weight.grad = local_logits.grad = None
-        _, _, values = step(
-            variant,
-            case.features,
-            local_logits,
-            case.global_probs,
-            torch.zeros(6, dtype=torch.int64),
-            case.prior.float(),
-            case,
-        )
+        _, _, values = step(variant, case, local_logits, torch.zeros(6, dtype=torch.int64))
         values["loss_icpl"].backward()
         assert case.features.grad.abs().sum() > 0 and case.classifier_weight.grad.abs().sum() > 0
         assert local_logits.grad is None or (local_logits.grad == 0).all()

@@ -414,7 +414,10 @@ def test_divergence_stops_with_one_line_and_status_1(tmp_path, script):
 def test_script_and_common_alone_in_an_empty_folder(tmp_path):
     for name in ("proxyfl.py", "common.py"):
         shutil.copy(ROOT / name, tmp_path)
-    code = f"import multiprocessing, runpy, sys; multiprocessing.set_start_method('spawn'); sys.argv = ['proxyfl.py', *{SHORT}]; runpy.run_path('proxyfl.py', run_name='__main__')"
+    code = (
+        "import multiprocessing, runpy, sys; multiprocessing.set_start_method('spawn'); "
+        f"sys.argv = ['proxyfl.py', *{SHORT}]; runpy.run_path('proxyfl.py', run_name='__main__')"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
