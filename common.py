@@ -248,7 +248,7 @@ class RunFolder:
                  free=("data_dir", "device", "out_dir", "run_name", "resume", "overwrite")):
         self.path, self.writer, self.resumed, self.overwrite = Path(out_dir) / name, writer, resume, overwrite
         self.rows = []
-        self.settings = {key: str(value) if value in (math.inf, -math.inf) else value for key, value in settings.items()}
+        self.settings = {key: str(value) if value == math.inf else value for key, value in settings.items()}
         self.free = {*free, "rounds"}
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other")

@@ -20,7 +20,8 @@ The measured effects are in the README ("Paper or official").
   DIFF-1   --gpt-contrast      Eq. 2 lets all proxies of a client compete for one global proxy; the code lets all
                                global proxies compete for one client proxy
   DIFF-2   --gpt-margin        the code adds a constant to the distance of the positive pair; not in Eq. 2
-  DIFF-3   --gpt-batch-size    Eq. 2 sums over all clients and classes; the code takes the mean over batches of 4
+  DIFF-3   --gpt-batch-size    Eq. 2 sums over all clients and classes (so does "locals", always); the code takes the
+                               mean over batches of 4
   DIFF-4   --confident         paper: the global model is confident; code: the local or the global one is
   DIFF-5   --labelled-set      class set of a labelled image: ground truth (Sec. 5.2.1), or the global model's (code)
   DIFF-6   --positive-weights  Eq. 6 weighs candidate proxies by local, the code by global probabilities
@@ -63,7 +64,7 @@ PRESETS = {
     "cinic10": PAPER | dict(rounds=400, gpt_epochs=100),
     "fashionmnist": PAPER | dict(rounds=150, gpt_epochs=100),              # not in the paper
     "folder": PAPER | dict(rounds=300, gpt_epochs=100),                    # not in the paper
-    "digits": PAPER | dict(rounds=30, gpt_epochs=100, batch_size=16, width=16, image_size=8, flip=False),   # ours: quick
+    "digits": PAPER | dict(rounds=30, gpt_epochs=100, batch_size=16, width=16, image_size=8, flip=False),  # ours: quick
 }
 VARIANTS = {                            # flag: (the paper's equations, the released code)
     "gpt_contrast": ("locals", "globals"),
@@ -256,7 +257,7 @@ def confident_mask(global_prob, local_prob, conf_threshold, rule):
 def unlabelled_loss(strong_logits, pseudo_label, mask, mean_over):
     """Eq. 9: cross-entropy of the strong views (U, C) to the pseudo-labels (U,), where mask (U,) allows."""
     loss = (F.cross_entropy(strong_logits, pseudo_label, reduction="none") * mask).sum()
-    # DIFF-13 Eq. 9 divides by the number of confident images; the official code by the whole unlabelled batch.
+    # DIFF-13 Eq. 9 divides by the number of confident images; the official code (L320) by the whole unlabelled batch.
     # Default: official; --lu-mean confident gives Eq. 9. Nothing confident: exactly 0 either way.
     return loss / (mask.sum().clamp(min=1) if mean_over == "confident" else len(mask))
 

@@ -1,5 +1,6 @@
 """ProxyFL's equations against the official program's figures, against slow loops, and at their limits."""
 
+import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -535,3 +536,23 @@ def test_passes_drop_partial_batches_and_restart():
         assert len(np.unique(batches[first:last])) == 9 * 256  # no image twice in a pass
     assert proxyfl.passes(3, 3, 2, np.random.default_rng(0)).shape == (2, 3)
     assert common.stream(1, "x").integers(10) == common.stream(1, "x").integers(10)
+
+
+@pytest.mark.parametrize("flags", [[], ["--variant", "paper"], ["--candidate-set", "top5"], ["--no-icpl"]])
+def test_a_local_step_reads_nothing_back_to_the_host(flags, monkeypatch):
+    """On the meta device there are no values: a step that asks for one, or whose shapes depend on one, fails."""
+    args = proxyfl.parse_args(flags)
+    args.amp = False
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it knows no meta device
+    with torch.device("meta"):
+        net, teacher = (proxyfl.ResNet8(10, 4, args.similarity == "projected") for _ in range(2))
+        images, truth, hidden = torch.empty(22, 3, 32, 32, dtype=torch.uint8), torch.empty(8).long(), torch.empty(8).bool()
+        draws = torch.empty(8, common.STRONG_DRAWS)
+        weak = common.weak_view(images[:14], torch.empty(14, common.WEAK_DRAWS))
+        views = common.normalise(torch.cat([weak, common.strong_view(images[14:], draws)]), (0.5,) * 3, (0.2,) * 3)
+        loss, counts, values = proxyfl.local_loss(args, net, teacher, views, torch.empty(6).long(), torch.empty(10))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9)
+    loss.backward()
+    optimizer.step()
+    assert counts.shape == (10,)
+    assert proxyfl.step_metrics(values, truth, hidden, True).shape == (len(proxyfl.METRICS),)
