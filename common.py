@@ -851,12 +851,12 @@ def channel_stats(images):
 def partition(labels, clients, alpha, per_class, kind="official", seed=0):
     """Split off the labelled images of each class, then share labelled and unlabelled images among the clients.
 
-    The two sets are shared out separately, so the class mixes of one client's labelled and unlabelled images differ.
     Smaller alpha is more skewed; inf is i.i.d. Every image gets exactly one owner; a client may end up empty
     only with "dirichlet", or where a set has fewer images than there are clients.
 
     labels: (N,) class ids. per_class: labelled images of each class, one int or one per class.
-    kind: "official", the published ProxyFL/SAGE protocol (see `official_shares`), or "dirichlet", the textbook draw.
+    kind: "official", the published ProxyFL/SAGE protocol (see `official_shares`), in which the class mixes of one
+    client's labelled and unlabelled images differ; or "dirichlet", the textbook draw, the same for both.
     seed: 0 reproduces the published split (label permutations from seed 7, Dirichlet draws from seed 0).
     Returns (labelled, unlabelled): two lists with one index array a client.
     """
@@ -916,6 +916,7 @@ def official_shares(class_members, clients, alpha, seed):
 def dirichlet_shares(class_members, clients, alpha, seed):
     """Textbook: each class is divided over all clients by one draw from Dir(alpha, ..., alpha) (Hsu et al. 2019).
 
+    The draw depends on the seed alone: a client's labelled and unlabelled images get the same shares of each class.
     No minimum size and so no retry: a client can come out empty; it then sits its rounds out with weight 0.
     """
     rng = stream(seed, "dirichlet")
