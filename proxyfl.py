@@ -84,8 +84,12 @@ CIFAR10_MEAN, CIFAR10_STD, CIFAR10_TEST_STD = (.4914, .4822, .4465), (.2471, .24
 
 
 def parse_args(argv=None):
-    parser = common.Parser(prog="proxyfl.py", description=__doc__.split("\n\n")[0], epilog="In brackets: the default "
-                           "and its source. [preset] depends on the data set, see PRESETS; [variant] see VARIANTS.")
+    presets = "; ".join(f"{name}: " + ", ".join(f"{key} {value}" for key, value in preset.items())
+                        for name, preset in PRESETS.items())
+    variants = "; ".join(f"{name} {paper}, {official}" for name, (paper, official) in VARIANTS.items())
+    parser = common.Parser(prog="proxyfl.py", description=__doc__.split("\n\n")[0],
+                           epilog="In brackets: the default and its source. [preset] goes by data set: "
+                                  f"{presets}. [variant] goes by --variant, paper or official: {variants}.")
     number, switch = common.number, common.argparse.BooleanOptionalAction
     run = parser.add_argument_group("run")
     run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
@@ -427,7 +431,8 @@ def client_update(args, rnd, client, data, received, net, teacher, optimizer):
     class_prior = common.to_device(received.class_prior.float().numpy(), device)
     net.load_state_dict(received.state)
     teacher.load_state_dict(received.state)                                # copies: the teacher stays as it is
-    net.train(), teacher.eval()
+    net.train()
+    teacher.eval()
     if not args.shared_momentum:                                           # DIFF-14
         optimizer.state.clear()
     rng = common.stream(args.seed, "client", rnd, client)
@@ -620,7 +625,8 @@ def main(argv=None):
     heads = args.icpl and args.similarity == "projected"
     net, teacher = (ResNet8(classes, args.width, heads).to(device, memory_format=torch.channels_last) for _ in range(2))
     if args.compile:
-        net.compile(), teacher.compile()
+        net.compile()
+        teacher.compile()
     optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     received = Broadcast({name: value.detach().clone() for name, value in net.state_dict().items()},
                          torch.full((classes,), 1 / classes, dtype=torch.float64))
