@@ -155,7 +155,7 @@ def test_existing_run_folder_is_refused_and_overwrite_replaces_it(finished):
         (["--lr", 0.05], ["--lr 0.1 -> 0.05"]),
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--rounds", 1], ["--rounds 2 -> 1", "grow"]),
-        (["--variant", "paper"], ["--variant official -> paper", "--similarity"]),
+        (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
         (["--alpha", "inf"], ["--alpha 0.1 -> inf"]),
     ],
 )

@@ -135,6 +135,8 @@ def test_class_mixes_of_labelled_and_unlabelled_images():
     """The published protocol has them differ inside a client, the textbook draw does not."""
     distance = {}
     for kind in ("official", "dirichlet"):
-        labelled, unlabelled = (class_mixes(part, CIFAR_SIZED) for part in common.partition(CIFAR_SIZED, 20, 0.1, 500, kind))
+        labelled, unlabelled = (
+            class_mixes(part, CIFAR_SIZED) for part in common.partition(CIFAR_SIZED, 20, 0.1, 500, kind)
+        )
         distance[kind] = np.abs(labelled - unlabelled).sum(1).mean() / 2
     assert distance["official"] == pytest.approx(0.47, abs=0.05) and distance["dirichlet"] < 0.05

@@ -424,7 +424,7 @@ def test_local_step_paper_against_a_loop():
         losses[confident[i]].append(-(up / down).log().item())
     assert losses[True] and losses[False]
     expected = np.mean(losses[True]) + np.mean(losses[False])
-    loss, _, values = step("paper", case, local_logits, label, "--conf-threshold", threshold)
+    loss, _, values = step("paper", case, local_logits, label, "--similarity", "cosine", "--conf-threshold", threshold)
     assert values["loss_icpl"].item() == pytest.approx(expected, abs=1e-5)
     sure = [i for i in range(n_unl) if confident[n_lab + i]]
     strong = F.cross_entropy(local_logits[n_lab + n_unl :][sure], weak_prob.argmax(1)[sure])
@@ -546,7 +546,11 @@ def test_a_local_step_reads_nothing_back_to_the_host(flags, monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it knows no meta device
     with torch.device("meta"):
         net, teacher = (proxyfl.ResNet8(10, 4, args.similarity == "projected") for _ in range(2))
-        images, truth, hidden = torch.empty(22, 3, 32, 32, dtype=torch.uint8), torch.empty(8).long(), torch.empty(8).bool()
+        images, truth, hidden = (
+            torch.empty(22, 3, 32, 32, dtype=torch.uint8),
+            torch.empty(8).long(),
+            torch.empty(8).bool(),
+        )
         draws = torch.empty(8, common.STRONG_DRAWS)
         weak = common.weak_view(images[:14], torch.empty(14, common.WEAK_DRAWS))
         views = common.normalise(torch.cat([weak, common.strong_view(images[14:], draws)]), (0.5,) * 3, (0.2,) * 3)
