@@ -233,12 +233,12 @@ class ResNet8(nn.Module):
         self.layer2 = nn.Sequential(Block(width, 2 * width, 2))
         self.layer3 = nn.Sequential(Block(2 * width, features, 2))
         self.classifier = nn.Linear(features, classes)
-        if heads:
-            self.feat_proj = nn.Linear(features, features)
-            self.proxy_proj = nn.Linear(features, features, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0, math.sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels)))
+        if heads:                                   # last: a seed gives the same network with and without them
+            self.feat_proj = nn.Linear(features, features)
+            self.proxy_proj = nn.Linear(features, features, bias=False)
 
     def forward(self, x):
         x = F.relu(self.bn1(self.conv1(x)), inplace=True)

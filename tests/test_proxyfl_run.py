@@ -283,6 +283,13 @@ def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
     json.loads((folder / "config.json").read_text(), parse_constant=pytest.fail)  # strict JSON: no Infinity, no NaN
 
 
+def test_icpl_with_weight_0_is_no_icpl_bit_for_bit(tmp_path):
+    with_heads = checkpoint(train(tmp_path, "--lambda-icpl", 0, name="zero"))["state"]
+    without = checkpoint(train(tmp_path, "--no-icpl", name="off"))["state"]
+    assert set(with_heads) - set(without) == {"feat_proj.weight", "feat_proj.bias", "proxy_proj.weight"}
+    assert all(torch.equal(value, with_heads[name]) for name, value in without.items())
+
+
 # ---- no client sees another's work --------------------------------------------------------------------------------
 
 
