@@ -43,7 +43,11 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """The run cannot go on (diverged, a rank lost): one line on stderr, exit status 1; the checkpoint stays."""
+    """The run cannot go on (a rank lost): one line on stderr, exit status 1; the checkpoint stays."""
+
+
+class Diverged(Stopped):
+    """Training ended in numbers that are not finite: resuming would only repeat it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -96,13 +100,13 @@ def launch(main):
     def terminate(*_):
         raise KeyboardInterrupt
     signal.signal(signal.SIGTERM, terminate)
-    rank = int(os.environ.get("RANK", 0))
+    rank = rank_and_world()[0]
     where = f"rank {rank}: " if rank else ""
     try:
         main()
         status = 0
     except UserError as error:
-        if rank == 0 or dist.is_initialized():       # all ranks read the same command line: one of them complains
+        if rank == 0 or dist.is_initialized():       # before that, all ranks read the same command line: one speaks
             print(f"{where}error: {error}", file=sys.stderr)
         status = 2
     except Stopped as error:
@@ -142,6 +146,12 @@ def choose_device(text, local_rank=0):
     return torch.device(kind)
 
 
+def rank_and_world():
+    """This process's rank and the number of processes, as torchrun tells them; (0, 1) without torchrun."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return (int(os.environ["RANK"]), world) if world > 1 else (0, 1)
+
+
 class Ranks:
     """The processes that torchrun started, or the only one. They share the clients of a round among themselves.
 
@@ -149,8 +159,8 @@ class Ranks:
     """
 
     def __init__(self, device="auto"):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.rank, self.world = rank_and_world()
+        local_rank = int(os.environ.get("LOCAL_RANK", 0)) if self.world > 1 else 0
         self.device = choose_device(device, local_rank)
         self.first, self.first_here = self.rank == 0, local_rank == 0
         if self.device.type == "cuda":
@@ -245,34 +255,42 @@ class RunFolder:
     """
 
     def __init__(self, out_dir, name, settings, resume=False, overwrite=False, writer=True,
-                 free=("data_dir", "device", "out_dir", "run_name", "resume", "overwrite")):
-        self.path, self.writer, self.resumed, self.overwrite = Path(out_dir) / name, writer, resume, overwrite
-        self.rows = []
+                 free=("data_dir", "device", "amp", "out_dir", "run_name", "resume", "overwrite")):
+        self.path, self.writer = Path(out_dir).expanduser() / name, writer
+        self.resumed, self.overwrite, self.free = resume, overwrite, {*free, "rounds"}
+        self.script, self.rows, self.saved, self.lock = Path(sys.argv[0]), [], 0, None
         self.settings = {key: str(value) if value == math.inf else value for key, value in settings.items()}
-        self.free = {*free, "rounds"}
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
-        if Path(name).name != name or name in (".", ".."):
-            raise UserError(f"--run-name {name!r}: expected a plain folder name")
+        if Path(name).name != name or name in (".", "..") or len(name) > 200:
+            raise UserError(f"--run-name {name!r}: expected a plain folder name of at most 200 characters")
         parent = next(p for p in self.path.absolute().parents if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise UserError(f"--out-dir {out_dir}: {parent} is not a folder that can be written to")
+        self.config = self._read_config()
+        no_run = f"{self.path} holds no run of {self.script.name} (no such config.json)"
         if resume:
-            if not (self.path / "config.json").is_file():
-                raise UserError(f"--resume: {self.path} holds no run (no config.json)")
-            self._refuse_changes(self._read_json("config.json")["settings"], "config.json")
-        elif self.path.exists():
+            if self.config is None:
+                raise UserError(f"--resume: {no_run}")
+            self._refuse_changes(self.config["settings"], "config.json")
+        elif self.path.is_file() or self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
             if not overwrite:
                 raise UserError(f"{self.path} exists: continue it with --resume, replace it with --overwrite, "
                                 "or choose --run-name")
-            if not (self.path / "config.json").is_file():
-                raise UserError(f"--overwrite: {self.path} is no run folder (no config.json); remove it yourself")
+            if self.config is None:
+                raise UserError(f"--overwrite: {no_run}; remove it yourself")
 
-    def _read_json(self, name):
+    def _read_config(self):
+        """config.json, or None where there is none or it is not one of this script's."""
+        file = self.path / "config.json"
         try:
-            return json.loads((self.path / name).read_text())
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except OSError:
+            return None
         except ValueError as error:
-            raise UserError(f"{self.path / name}: not readable as JSON ({error})") from None
+            raise UserError(f"{file}: not readable as JSON ({error})") from None
+        known = isinstance(config, dict) and isinstance(config.get("settings"), dict) and "rounds" in config["settings"]
+        return config if known and config.get("script") == self.script.name else None
 
     def _refuse_changes(self, before, file):
         now = self.settings
@@ -285,56 +303,83 @@ class RunFolder:
 
     def load_checkpoint(self):
         """The state of the last complete round, on the CPU, or None if there is none; the rows up to it stay."""
-        file = self.path / "checkpoint.pt"
-        if not self.resumed or not file.exists():
+        if not self.resumed:
             return None
-        try:
-            state = torch.load(file, weights_only=True, map_location="cpu")
-            before, done = json.loads(state["settings"]), state["round"]
-        except Exception as error:
-            raise UserError(f"{file}: not readable as a checkpoint ({type(error).__name__})") from None
-        self._refuse_changes(before, "checkpoint.pt")
-        table = self.path / "rounds.csv"
+        file, table, state, rows = self.path / "checkpoint.pt", self.path / "rounds.csv", None, []
+        if file.exists():
+            try:
+                state = torch.load(file, weights_only=True, map_location="cpu")
+                before, self.saved = json.loads(state["settings"]), state["round"]
+            except Exception as error:
+                raise UserError(f"{file}: not readable as a checkpoint ({type(error).__name__})") from None
+            self._refuse_changes(before, "checkpoint.pt")
         if table.exists():
-            with open(table, newline="") as rows:
-                self.rows = list(csv.DictReader(rows))[:done]
-        if len(self.rows) < done:
-            raise UserError(f"{table}: expected {done} rows for the checkpoint, found {len(self.rows)}")
+            with open(table, newline="", encoding="utf-8") as lines:
+                rows = list(csv.DictReader(lines))
+        if not file.exists() and len(rows) > 1:                      # a round's row comes just before its checkpoint
+            raise UserError(f"--resume: {table} has {len(rows)} rounds, but {file} is missing")
+        self.rows = rows[:self.saved]
+        if [row["round"] for row in self.rows] != [str(k + 1) for k in range(self.saved)]:
+            raise UserError(f"{table}: expected {self.saved} rows as in the checkpoint, in order; found {len(self.rows)}")
         return state
 
     def open(self, device, client_rows, **facts):
-        """Write config.json (settings, commit, versions, device, facts) and clients.csv, a dict a client."""
+        """Write config.json (settings, facts, commit, versions, device) and clients.csv, a dict a client.
+
+        facts say what the run stands on, say a fingerprint of the data; a resumed run must find them unchanged.
+        """
         if not self.writer:
             return
-        script = Path(sys.argv[0])
-        if not self.resumed:
+        here = {"commit": git_commit(Path(__file__).parent), "device": device_name(device), "versions": versions()}
+        if self.resumed:
+            changed = [f"{key} {self.config.get(key)} -> {value}" for key, value in facts.items()
+                       if self.config.get(key) != value]
+            if changed:
+                raise UserError(f"--resume: not the data that {self.path} began with: " + "; ".join(changed))
+            self._lock()
+            resumed = [*self.config.get("resumed", []), {"after_round": self.saved, **here}]
+            config = self.config | {"settings": self.settings, "resumed": resumed}
+        else:
+            config = {"script": self.script.name, "settings": self.settings, **facts, **here}
             try:
                 if self.overwrite and self.path.exists():
                     shutil.rmtree(self.path)
-                self.path.mkdir(parents=True)
+                self.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UserError(f"--out-dir: cannot write {self.path} ({error.strerror})") from None
-            _write_csv(self.path / "clients.csv", client_rows)
-            for source in (script, Path(__file__)):                  # the code as it ran
-                if source.suffix == ".py" and source.is_file():
-                    shutil.copy(source, self.path)
-        elif self.rows:
+            self._lock()
+        self._replace("config.json", lambda file: file.write_text(json.dumps(config, indent=1), encoding="utf-8"))
+        if self.rows:
             _write_csv(self.path / "rounds.csv", self.rows)          # drops a round whose checkpoint was never written
-        else:
-            (self.path / "rounds.csv").unlink(missing_ok=True)
-        config = {"script": script.name, "settings": self.settings, "commit": git_commit(Path(__file__).parent),
-                  "device": device_name(device), "versions": versions(), **facts}
-        self._replace("config.json", lambda file: file.write_text(json.dumps(config, indent=1)))
+            return
+        (self.path / "rounds.csv").unlink(missing_ok=True)
+        _write_csv(self.path / "clients.csv", client_rows)
+        for source in (self.script, Path(__file__)):                 # the code as it ran
+            if source.suffix == ".py" and source.is_file():
+                shutil.copy(source, self.path)
+
+    def _lock(self):
+        """One process at a time writes here; the system takes the lock back however the process ends."""
+        try:
+            import fcntl
+        except ImportError:                                          # Windows has none: nothing is locked there
+            return
+        self.lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.path} is being written to by another process") from None
 
     def save_round(self, row, state):
-        """Append the row to rounds.csv, then renew summary.json and checkpoint.pt. None and NaN give empty cells."""
+        """Append the row to rounds.csv, renew summary.json, then checkpoint.pt. None and NaN give empty cells."""
         self.rows.append({key: _cell(value) for key, value in row.items()})
         if not self.writer:
             return
         _write_csv(self.path / "rounds.csv", self.rows[-1:], append=len(self.rows) > 1)
-        state = {**state, "round": len(self.rows), "settings": json.dumps(self.settings)}
-        self._replace("checkpoint.pt", lambda file: torch.save(state, file))
         self._replace("summary.json", lambda file: file.write_text(json.dumps(self.summary(), indent=1)))
+        state = {**state, "round": len(self.rows), "settings": json.dumps(self.settings)}
+        self._replace("checkpoint.pt", lambda file: torch.save(state, file))     # last: it makes the round count
+        self.saved = len(self.rows)
 
     def summary(self):
         """Final, mean of the last ten and best accuracy (the best is picked on test data: no headline), costs."""
@@ -381,9 +426,12 @@ class RunFolder:
 
     def __exit__(self, kind, error, trace):
         """Say what is kept and how to go on when the run ends early."""
-        if kind is not None and not issubclass(kind, UserError) and self.writer and self.path.exists():
-            print(f"stopped; {self.path} keeps {len(self.rows)} complete rounds: "
-                  "continue with the same command and --resume", file=sys.stderr)
+        if self.lock is not None:
+            os.close(self.lock)
+        if kind is None or issubclass(kind, UserError) or not self.writer or not self.path.exists():
+            return
+        how = "" if issubclass(kind, Diverged) else ": continue with the same command and --resume"
+        print(f"stopped; {self.path} keeps {self.saved} complete rounds{how}", file=sys.stderr)
 
 
 def _cell(value):
@@ -393,7 +441,7 @@ def _cell(value):
 
 
 def _write_csv(path, rows, append=False):
-    with open(path, "a" if append else "w", newline="") as file:
+    with open(path, "a" if append else "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         if not append:
             writer.writeheader()
@@ -835,6 +883,14 @@ def load_dataset(name, data_dir, side=None, train_subset=None):
     return Dataset(*tensors, list(class_names), source)
 
 
+def fingerprint(data):
+    """A short hash of all images and labels of a Dataset: the same data, whatever files they came from."""
+    digest = hashlib.sha256()
+    for part in data[:4]:
+        digest.update(part.contiguous().numpy())
+    return digest.hexdigest()[:16]
+
+
 def channel_stats(images):
     """Mean and standard deviation of each channel of (N, 3, S, S) uint8 images, in 0..1, from their histograms."""
     level = np.arange(256) / 255
@@ -967,6 +1023,11 @@ def draw_integer(draw, k):
     return (draw * k).long().clamp(max=k - 1)
 
 
+def exact(integers):
+    """To float64, in which Pillow calculates; to float32 on MPS, which has no float64 (a few pixels then differ)."""
+    return integers.float() if integers.device.type == "mps" else integers.double()
+
+
 def gather_pixels(images, index):
     """Pixel `index` (n, S, S) int64, counted row by row, of each image; the same one in all three channels."""
     return images.flatten(2).gather(2, index.flatten(1)[:, None].expand(-1, 3, -1)).view(images.shape)
@@ -1038,7 +1099,7 @@ def enhance(images, chosen, level):
         degenerate = torch.where(chosen[name].view(-1, 1, 1, 1), levels.to(torch.uint8), degenerate)
         blends = blends | chosen[name]
     # Integers, then float64, then float32: the float32 that Pillow has, so that its truncation falls on the same side
-    factor = ((9 * level + 5).double() * 0.01).float().masked_fill(~blends, 1).view(-1, 1, 1, 1)
+    factor = (exact(9 * level + 5) * 0.01).float().masked_fill(~blends, 1).view(-1, 1, 1, 1)
     return (wide - degenerate).mul(factor).add_(degenerate).to(torch.uint8)         # a factor of 1 gives the image
 
 
@@ -1051,7 +1112,7 @@ def lookup(images, chosen, level):
     level = level.int().view(-1, 1, 1)                                              # (n, 1, 1)
 
     # AutoContrast: stretch low .. high to 0 .. 255. In float64 and in this order as Pillow, whose `high` may become 254
-    span = (high - low).clamp(min=1).double()
+    span = exact((high - low).clamp(min=1))
     scale = torch.full_like(span, 255) / span
     stretched = (value * scale - low * scale).clamp(0, 255).int().where(high > low, value)
 
@@ -1079,7 +1140,7 @@ def affine(images, chosen, level, sign):
     column = cos x + right y + column_0, row = down x + cos y + row_0.
     """
     side = images.shape[-1]
-    step = (sign * level).double()                                                  # (n,), as all up to `fixed`
+    step = exact(sign * level)                                                      # (n,), as all up to `fixed`
     angle = chosen["Rotate"] * step * math.radians(-3)
     shift = sign * (level * 3 * side // 100)
     cos = angle.cos()

@@ -40,7 +40,8 @@ The measured effects are in the README ("Paper or official").
   DIFF-18  --partition         the code's Dirichlet draws are two-way, inside slices (common.py: official_shares)
 Without a flag, since no value depends on it: our cross-entropy is the code's KL to a one-hot target without its 1e-10;
 confidence passes at the threshold, as in the code (paper: above it); labelled batches are drawn with replacement,
-as the code's 2,000-fold list amounts to; the frozen model runs without a graph.
+as the code's 2,000-fold list amounts to; the frozen model runs without a graph; the code ignores its flag for tuning
+epochs and divides a fixed total by the rounds, which gives the 100 and 10 of the presets.
 """
 
 import math
@@ -67,7 +68,7 @@ PRESETS = {
     "folder": PAPER | dict(rounds=300, gpt_epochs=100),                    # not in the paper
     "digits": PAPER | dict(rounds=30, gpt_epochs=100, batch_size=16, width=16, image_size=8, flip=False),  # ours: quick
 }
-VARIANTS = {                            # flag: (the paper's equations, the released code)
+VARIANTS = {                            # flag: (the paper's equations, the released code), for the method's own choices
     "gpt_contrast": ("locals", "globals"),
     "gpt_margin": (0.0, 100.0),
     "gpt_batch_size": (0, 4),
@@ -119,7 +120,7 @@ def parse_args(argv=None):
     fed.add_argument("--partition", choices=("official", "dirichlet"), default="official",
                      help="the published protocol, or a textbook draw over all clients, DIFF-18 [official]")
     fed.add_argument("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1,
-                     help="labelled share of each class [0.1; Table 6 has 0.2 as well]")
+                     help="labelled share of each class; of 4,600 a class for SVHN, as the code [0.1; Table 6: 0.2]")
     fed.add_argument("--clients", type=number(int, 1), default=None, help="K [preset, paper 20]")
     fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
     fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
@@ -159,7 +160,7 @@ def parse_args(argv=None):
     method.add_argument("--gpt-margin", type=number(float, 0), default=None,
                         help="upper bound of the margin, 0 for none, DIFF-2 [variant]")
     method.add_argument("--gpt-batch-size", type=number(int, 0), default=None,
-                        help="proxies a step, 0 for all, DIFF-3 [variant; train.sh has 4, options.py 10]")
+                        help="proxies a step, 0 for all; for globals, DIFF-3 [variant; train.sh 4, options.py 10]")
     method.add_argument("--icpl", action=switch, default=True,
                         help="indecisive-categories proxy learning (Table 2) [on]")
     method.add_argument("--lambda-icpl", type=number(float, 0), default=1.0, help="weight of its loss [1, code]")
@@ -183,6 +184,8 @@ def parse_args(argv=None):
                         help="smoothing of the prior over rounds, DIFF-12 [variant]")
     args = parser.parse_args(argv)
 
+    if args.clients_per_round is None and args.clients is not None:
+        args.clients_per_round = min(args.clients, PRESETS[args.dataset]["clients_per_round"])
     column = ("paper", "official").index(args.variant)
     for name, value in (PRESETS[args.dataset] | {key: pair[column] for key, pair in VARIANTS.items()}).items():
         if getattr(args, name) is None:
@@ -377,7 +380,7 @@ def tune_global_proxy(global_proxy, proxy, epochs, lr, batch_size, margin_cap, c
 
 def update_prior(class_prior, class_count, counts_of, momentum):
     """Eq. 5: the dynamic global class prior (C,) from the clients' class counts (M, C)."""
-    class_count = class_count[class_count.sum(1) > 0].double().cpu()
+    class_count = class_count[class_count.sum(1) > 0].cpu().double()
     if not len(class_count):                                               # nobody counted anything: keep the prior
         return class_prior
     # DIFF-11 Eq. 5 averages the clients' proportions; the official code normalises the pooled counts.
@@ -589,11 +592,11 @@ def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
 # ---------------------------------------------------------------------------------------------------------------
 
 def prepare_data(args, device):
-    """Load, split and place the data: FederatedData, test images, test labels, class names, where it came from."""
+    """Load, split and place the data: FederatedData, test images, test labels, class names, facts for config.json."""
     source = common.load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
     labels = source.train_labels.numpy()
     per_class = np.bincount(labels, minlength=len(source.class_names))
-    if args.dataset == "svhn" and args.train_subset is None:
+    if args.dataset == "svhn" and per_class.min() >= 4600:
         per_class = np.full_like(per_class, 4600)                          # official: "10 %" is 460 of each class
     per_class = np.maximum(1, np.round(args.label_ratio * per_class).astype(int))
     # DIFF-18 the paper says Dirichlet; the code draws two-way, inside slices. --partition dirichlet: over all clients.
@@ -604,7 +607,8 @@ def prepare_data(args, device):
         test_stats = (CIFAR10_MEAN, CIFAR10_TEST_STD) if args.dataset == "cifar10" else test_stats
     train_images, train_labels, test_images, test_labels = (part.to(device) for part in source[:4])
     data = FederatedData(train_images, train_labels, *parts, train_stats, test_stats)
-    return data, test_images, test_labels, source.class_names, source.source
+    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source)}
+    return data, test_images, test_labels, source.class_names, facts
 
 
 def main(argv=None):
@@ -616,7 +620,7 @@ def main(argv=None):
         raise common.UserError(f"--shared-momentum trains one client after another: not with {ranks.world} ranks")
     run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
     checkpoint = run.load_checkpoint()
-    data, test_images, test_labels, class_names, source = ranks.first_then_others(lambda: prepare_data(args, device))
+    data, test_images, test_labels, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, device))
     classes = len(class_names)
     if args.icpl and args.candidate_set == "top5" and classes < 5:
         raise common.UserError(f"--candidate-set top5: the data set has {classes} classes")
@@ -635,16 +639,16 @@ def main(argv=None):
         state = {name: value.to(device) for name, value in checkpoint["state"].items()}
         received = Broadcast(state, checkpoint["class_prior"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    # One message, either way: the state, and with ICPL the prior down or the class counts up.
+    # One message, either way: the state; where the prior is in use, the prior down and the class counts up.
     message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())
-    message_bytes += 4 * classes if args.icpl else 0
+    message_bytes += 4 * classes if args.icpl and args.candidate_set == "prior" else 0
 
     with run:
-        run.open(device, table, data_source=source)
+        run.open(device, table, **facts)
         if ranks.first:
             print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
             print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
-            print(f"{source}: {len(data.images)} training and {len(test_images)} test images | "
+            print(f"{facts['data_source']}: {len(data.images)} training and {len(test_images)} test images | "
                   f"{sum(p.numel() for p in net.parameters()):,} parameters")
             common.print_table(table, class_names)
         start_round = len(run.rows) + 1
@@ -676,7 +680,7 @@ def main(argv=None):
 
 def round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, icpl, seconds):
     """One row of rounds.csv; None where a value does not exist in this round."""
-    total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).double().sum(0).tolist()))
+    total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()))
     trained = sum(bool(upload.weight > 0) for upload in uploads)
     gpt_start, gpt_end = (None if loss is None else loss.item() for loss in gpt_losses)
 
@@ -703,7 +707,7 @@ def check_finite(row, received):
     broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
     broken += [name for name, value in received.state.items() if not value.isfinite().all()]
     if broken:
-        raise common.Stopped(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
+        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
 
 
 def round_line(row, rounds):

@@ -143,8 +143,14 @@ def test_existing_run_folder_is_refused_and_overwrite_replaces_it(finished):
     assert all(word in message for word in ("--resume", "--overwrite", "--run-name"))
     (finished / "mine").mkdir()
     (finished / "mine" / "thesis.txt").write_text("precious")
-    assert "no run folder" in complaint(proxyfl, finished, "--run-name", "mine", "--overwrite")
+    for foreign in (None, "{}", "[]", '{"model_type": "bert"}', '{"script": "other.py", "settings": {"rounds": 2}}'):
+        if foreign:
+            (finished / "mine" / "config.json").write_text(foreign)
+        for flag in ("--overwrite", "--resume"):
+            assert "holds no run" in complaint(proxyfl, finished, "--run-name", "mine", flag)
     assert (finished / "mine" / "thesis.txt").read_text() == "precious"
+    (finished / "empty").mkdir()  # what an interruption right after the first step leaves
+    proxyfl.main([*SHORT, "--out-dir", str(finished), "--run-name", "empty", "--rounds", "1"])
     proxyfl.main([*SHORT, "--out-dir", str(finished), "--run-name", "run", "--overwrite", "--rounds", "1"])
     assert json.loads((finished / "run" / "summary.json").read_text())["rounds"] == 1
 
@@ -181,6 +187,9 @@ def test_checkpoints_that_do_not_belong_or_cannot_be_read(finished):
     (run / "rounds.csv").unlink()
     assert "rounds.csv" in complaint(proxyfl, finished, *resume)
     (run / "rounds.csv").write_text(table)
+    (run / "checkpoint.pt").unlink()  # as in a results folder that keeps only the figures
+    assert "checkpoint.pt is missing" in complaint(proxyfl, finished, *resume)
+    assert (run / "rounds.csv").read_text() == table
     (run / "config.json").write_text("{")
     assert "config.json" in complaint(proxyfl, finished, *resume)
 
@@ -210,3 +219,31 @@ def test_one_line_on_stderr_and_status_2(tmp_path, script, flags):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and flags[-2] in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_resume_refuses_other_data(tmp_path):
+    flags = ["--dataset", "folder", "--data-dir", tmp_path / "data", "--train-subset", 24, "--run-name", "run"]
+    write_tree(tmp_path / "data", 3)
+    out = tmp_path / "out"
+    proxyfl.main([*SHORT, "--out-dir", str(out), *map(str, flags), "--rounds", "1"])
+    write_tree(tmp_path / "more", 4)
+    message = complaint(proxyfl, out, *flags, "--data-dir", tmp_path / "more", "--resume")
+    assert "data_fingerprint" in message
+    proxyfl.main([*SHORT, "--out-dir", str(out), *map(str, flags), "--resume"])  # the same data may move, or stay
+
+
+def test_two_processes_cannot_write_one_folder(finished):
+    fcntl = pytest.importorskip("fcntl")
+    other = os.open(finished / "run", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    assert "another process" in complaint(proxyfl, finished, "--run-name", "run", "--resume", "--rounds", 3)
+    os.close(other)
+    proxyfl.main([*SHORT, "--out-dir", str(finished), "--run-name", "run", "--resume", "--rounds", "3"])
+
+
+def test_a_stray_rank_in_the_environment_is_no_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert common.rank_and_world() == (0, 1) and common.Ranks("cpu").first
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert common.rank_and_world() == (1, 3)

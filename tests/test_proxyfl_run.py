@@ -343,6 +343,33 @@ def test_shared_momentum_is_carried_and_fresh_momentum_is_not():
         assert all(torch.equal(first.state[name], value) for name, value in second.state.items()) == equal
 
 
+def test_official_client_weight_statistics_and_labelled_share_of_svhn(monkeypatch):
+    assert update(0, *world(5, 30, client_weight="official")).weight.item() == 2000 * 5 + 35
+    args = proxyfl.parse_args([*SHORT, "--stats", "official"])
+    data = proxyfl.prepare_data(args, torch.device("cpu"))[0]
+    assert data.train_stats == (proxyfl.CIFAR10_MEAN, proxyfl.CIFAR10_STD) and data.test_stats != data.train_stats
+    sizes = [4659, 5000, 6000]
+    labels = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    images = torch.zeros(len(labels), 3, 8, 8, dtype=torch.uint8)
+    svhn = common.Dataset(images, labels, images[:3], labels[:3], list("012"), "made up")
+    monkeypatch.setattr(common, "load_dataset", lambda *_: svhn)
+    for ratio, each in ((0.1, [460] * 3), (0.2, [920] * 3)):
+        data = proxyfl.prepare_data(
+            proxyfl.parse_args(["--dataset", "svhn", "--label-ratio", str(ratio)]), torch.device("cpu")
+        )[0]
+        assert np.bincount(data.labels[np.concatenate(data.labelled)]).tolist() == each
+    data = proxyfl.prepare_data(proxyfl.parse_args(["--dataset", "cifar10"]), torch.device("cpu"))[0]
+    assert np.bincount(data.labels[np.concatenate(data.labelled)]).tolist() == [466, 500, 600]
+
+
+def test_presets_follow_the_flags_that_are_given():
+    assert proxyfl.parse_args(["--clients", "4"]).clients_per_round == 4
+    assert proxyfl.parse_args(["--dataset", "CIFAR-100", "--rounds", "7"]).rounds == 7
+    paper = proxyfl.parse_args(["--dataset", "cifar100"])
+    assert (paper.clients, paper.clients_per_round, paper.rounds, paper.gpt_epochs, paper.width) == (20, 8, 500, 10, 64)
+    assert proxyfl.parse_args(["--variant", "paper", "--lu-mean", "batch"]).lu_mean == "batch"
+
+
 # ---- files --------------------------------------------------------------------------------------------------------
 
 
