@@ -320,7 +320,7 @@ class RunFolder:
             raise UserError(f"--resume: {table} has {len(rows)} rounds, but {file} is missing")
         self.rows = rows[:self.saved]
         if [row["round"] for row in self.rows] != [str(k + 1) for k in range(self.saved)]:
-            raise UserError(f"{table}: expected {self.saved} rows as in the checkpoint, in order; found {len(self.rows)}")
+            raise UserError(f"{table}: expected rows 1 to {self.saved} of the checkpoint, found {len(self.rows)} rows")
         return state
 
     def open(self, device, client_rows, **facts):

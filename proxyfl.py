@@ -5,6 +5,9 @@ Paper: ProxyFL, CVPR 2026 (arXiv 2602.21078). Official code: DuowenC/FSSLlib, pr
     python proxyfl.py                                   # embedded digits, a laptop CPU, minutes
     python proxyfl.py --dataset cifar10 --alpha 0.1     # the paper's setting
 
+Expected: see the README.
+The paper's scale (88.56 % on CIFAR-10 at alpha 0.1 is the paper's figure): not run yet.
+
 Each client owns a few labelled and many unlabelled images. A round (Algorithm 1):
   server   broadcasts the global model and a class prior;
   clients  train with FixMatch-style losses, taught by the frozen global model, plus Indecisive-Categories Proxy
@@ -15,8 +18,8 @@ Each client owns a few labelled and many unlabelled images. A round (Algorithm 1
 Letters in shapes: B labelled batch, U unlabelled batch, N = B + 2U rows (labelled, weak, strong), C classes,
 D features, M clients of the round.
 
-Where paper and official code differ. `--variant` picks a column of VARIANTS; each flag can also be set alone.
-The measured effects are in the README ("Paper or official").
+Where paper and official code differ. `--variant` picks a column of VARIANTS; each flag can also be set alone. Measured
+(README, "Paper or official"): the two columns as wholes, and DIFF-7. The effect of each other flag alone: not measured.
   DIFF-1   --gpt-contrast      Eq. 2 lets all proxies of a client compete for one global proxy; the code lets all
                                global proxies compete for one client proxy
   DIFF-2   --gpt-margin        the code adds a constant to the distance of the positive pair; not in Eq. 2
@@ -25,8 +28,8 @@ The measured effects are in the README ("Paper or official").
   DIFF-4   --confident         paper: the global model is confident; code: the local or the global one is
   DIFF-5   --labelled-set      class set of a labelled image: ground truth (Sec. 5.2.1), or the global model's (code)
   DIFF-6   --positive-weights  Eq. 6 weighs candidate proxies by local, the code by global probabilities
-  DIFF-7   --similarity        Eq. 8 is a dot product; the code projects features and proxies, then scales them to unit
-                               length. Both variants do: as printed ("dot") Eq. 8 stays at chance on the digits
+  DIFF-7   --similarity        Eq. 8 is a dot product, which stays at chance on the digits ("dot"); the paper variant
+                               scales to unit length, the smallest change that trains; the code also projects before
   DIFF-8   --negative-floor    the code drops negatives whose similarity is not above 1e-6
   DIFF-9   --icpl-mean         Eq. 8 adds a mean over confident and one over unconfident images; the code takes one
   DIFF-10  --empty-set         no class above the prior: the code makes the image its own negative; we take top-1
@@ -75,6 +78,7 @@ VARIANTS = {                            # flag: (the paper's equations, the rele
     "confident": ("global", "union"),
     "labelled_set": ("truth", "global"),
     "positive_weights": ("local", "global"),
+    "similarity": ("cosine", "projected"),
     "negative_floor": (-2.0, 1e-6),
     "icpl_mean": ("separate", "joint"),
     "prior_counts": ("clients", "pooled"),
@@ -172,8 +176,8 @@ def parse_args(argv=None):
                         help="class set of a labelled image, DIFF-5 [variant]")
     method.add_argument("--positive-weights", choices=("local", "global"), default=None,
                         help="probabilities in Eq. 6, DIFF-6 [variant]")
-    method.add_argument("--similarity", choices=("dot", "cosine", "projected"), default="projected",
-                        help="in Eq. 8: as printed; unit length; projected, then unit length, DIFF-7 [projected, code]")
+    method.add_argument("--similarity", choices=("dot", "cosine", "projected"), default=None,
+                        help="in Eq. 8: as printed; unit length; projected, then unit length, DIFF-7 [variant]")
     method.add_argument("--negative-floor", type=number(float, -2, 1), default=None,
                         help="negatives with a similarity up to this drop out, -2 keeps all, DIFF-8 [variant]")
     method.add_argument("--icpl-mean", choices=("separate", "joint"), default=None,
@@ -515,7 +519,7 @@ def local_loss(args, net, teacher, views, label, class_prior):
         else:
             lab_set = class_sets(lab_global_prob, lab_global_prob.amax(1) >= args.conf_threshold, *rule)
         # DIFF-7 Eq. 8 has plain dot products; the official code projects both sides and scales them to unit length.
-        # Default, in both variants: official. --similarity dot gives Eq. 8, which we saw at chance level on the digits.
+        # Default: official. --similarity dot gives Eq. 8 (at chance on the digits), cosine the paper variant's unit length.
         proxy = net.classifier.weight                                      # omega_m, (C, D)
         if args.similarity == "projected":
             features, proxy = net.feat_proj(features), net.proxy_proj(proxy)

@@ -183,7 +183,7 @@ def test_checkpoints_that_do_not_belong_or_cannot_be_read(finished):
     (run / "checkpoint.pt").write_bytes(good)
     table = (run / "rounds.csv").read_text()
     (run / "rounds.csv").write_text("\n".join(table.splitlines()[:2]) + "\n")
-    assert "expected 2 rows" in complaint(proxyfl, finished, *resume)
+    assert "expected rows 1 to 2" in complaint(proxyfl, finished, *resume)
     (run / "rounds.csv").unlink()
     assert "rounds.csv" in complaint(proxyfl, finished, *resume)
     (run / "rounds.csv").write_text(table)

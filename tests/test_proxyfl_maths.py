@@ -424,7 +424,7 @@ def test_local_step_paper_against_a_loop():
         losses[confident[i]].append(-(up / down).log().item())
     assert losses[True] and losses[False]
     expected = np.mean(losses[True]) + np.mean(losses[False])
-    loss, _, values = step("paper", case, local_logits, label, "--similarity", "cosine", "--conf-threshold", threshold)
+    loss, _, values = step("paper", case, local_logits, label, "--conf-threshold", threshold)
     assert values["loss_icpl"].item() == pytest.approx(expected, abs=1e-5)
     sure = [i for i in range(n_unl) if confident[n_lab + i]]
     strong = F.cross_entropy(local_logits[n_lab + n_unl :][sure], weak_prob.argmax(1)[sure])
