@@ -519,7 +519,7 @@ def local_loss(args, net, teacher, views, label, class_prior):
         else:
             lab_set = class_sets(lab_global_prob, lab_global_prob.amax(1) >= args.conf_threshold, *rule)
         # DIFF-7 Eq. 8 has plain dot products; the official code projects both sides and scales them to unit length.
-        # Default: official. --similarity dot gives Eq. 8 (at chance on the digits), cosine the paper variant's unit length.
+        # Default: official. --similarity dot gives Eq. 8 (at chance on the digits), cosine the paper variant.
         proxy = net.classifier.weight                                      # omega_m, (C, D)
         if args.similarity == "projected":
             features, proxy = net.feat_proj(features), net.proxy_proj(proxy)
