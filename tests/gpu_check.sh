@@ -26,8 +26,8 @@ for flags in "--no-amp --no-compile" "--amp --no-compile" "--no-amp --compile" "
     { echo "bench_step $flags: failed"; status=1; }
 done
 grep -q "found (" "$out/bench_step.csv" && status=1
-# The interrupt ends the round in progress; the run folder keeps all complete ones.
-timeout -s INT "${SECONDS_TO_TRAIN:-240}" python3 proxyfl.py --dataset cifar10 --alpha 0.1 --data-dir "$data" --device "$device" \
+# The termination ends the round in progress; the run folder keeps all complete ones.
+timeout "${SECONDS_TO_TRAIN:-240}" python3 proxyfl.py --dataset cifar10 --alpha 0.1 --data-dir "$data" --device "$device" \
   --out-dir "$work/runs" --run-name cifar10 ${TRAIN_FLAGS:-} > "$out/train.log" 2>&1
 for file in config.json rounds.csv summary.json; do cp "$work/runs/cifar10/$file" "$out/cifar10_$file" || status=1; done
 sed -i "s#$work#.#g" "$out/train.log" "$out/cifar10_config.json"

@@ -101,27 +101,20 @@ def test_row_without_its_checkpoint_is_dropped_on_resume(tmp_path):
     assert same_run(straight, parts)
 
 
-def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(tmp_path, how):
     process = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "proxyfl.py"),
-            *SHORT,
-            "--rounds",
-            "500",
-            "--out-dir",
-            str(tmp_path),
-            "--run-name",
-            "run",
-        ],
+        [sys.executable, str(ROOT / "proxyfl.py"), *SHORT, "--rounds", "500", "--out-dir", str(tmp_path), "--run-name=run"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background jobs ignore SIGINT, and their children with them: listen to it again.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "run" / "checkpoint.pt").exists():
         time.sleep(0.02)
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and "--resume" in errors and "Traceback" not in errors
     assert checkpoint(tmp_path / "run")["round"] >= 1
