@@ -104,7 +104,7 @@ def test_row_without_its_checkpoint_is_dropped_on_resume(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(tmp_path, how):
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "proxyfl.py"), *SHORT, "--rounds", "500", "--out-dir", str(tmp_path), "--run-name=run"],
+        [sys.executable, ROOT / "proxyfl.py", *SHORT, "--rounds", "500", "--out-dir", tmp_path, "--run-name", "run"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
