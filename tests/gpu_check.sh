@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What needs a GPU, in one call of under 9 minutes: the augmentation's CUDA test, the step benchmark, then as many rounds
 # of the full CIFAR-10 setting as fit. Ends with status 1 if a test fails, a benchmark fails or finds a host
-# synchronisation inside a client's training, or no round was completed. No download: the data come from a folder {train,test}/<class>/* or from a packed copy.
+# synchronisation inside a client's training, or no round was completed. No download: the data are those in ./data, or a
+# packed copy.
 #
 #   bash tests/gpu_check.sh [PACK]      # PACK: folder with cifar10_jpeg.npz and unpack_cifar10.py; default: use ./data
 #
@@ -11,6 +12,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-results/gpu}
 device=${DEVICE:-cuda}
 mkdir -p "$out"
+rm -f "$out/bench_step.csv"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 data=data
@@ -27,7 +29,7 @@ for flags in "--no-amp --no-compile" "--amp --no-compile" "--no-amp --compile" "
 done
 grep -q "found (" "$out/bench_step.csv" && status=1
 # The termination ends the round in progress; the run folder keeps all complete ones.
-timeout "${SECONDS_TO_TRAIN:-240}" python3 proxyfl.py --dataset cifar10 --alpha 0.1 --data-dir "$data" --device "$device" \
+timeout -k 20 "${SECONDS_TO_TRAIN:-240}" python3 proxyfl.py --dataset cifar10 --alpha 0.1 --data-dir "$data" --device "$device" \
   --out-dir "$work/runs" --run-name cifar10 ${TRAIN_FLAGS:-} > "$out/train.log" 2>&1
 for file in config.json rounds.csv summary.json; do cp "$work/runs/cifar10/$file" "$out/cifar10_$file" || status=1; done
 sed -i "s#$work#.#g" "$out/train.log" "$out/cifar10_config.json"
