@@ -308,9 +308,9 @@ def icpl_loss(features, class_set, positive, confident, negative_floor, mean_ove
     features (N, D), class_set (N, C) bool. The last rows are the anchors: positive (2U, D), confident (2U,) bool. The
     B labelled rows before them serve as negatives alone. No temperature. An anchor without a negative has loss 0.
     """
-    anchor = features[len(features) - len(positive):]                      # (2U, D)
-    sets = class_set.to(features.dtype)
-    disjoint = sets[len(features) - len(positive):] @ sets.T == 0          # Eq. 7: negatives share no class, (2U, N)
+    n_lab = len(features) - len(positive)
+    anchor, sets = features[n_lab:], class_set.to(features.dtype)          # (2U, D), (N, C)
+    disjoint = sets[n_lab:] @ sets.T == 0                                  # Eq. 7: negatives share no class, (2U, N)
     similarity = anchor @ features.T
     # DIFF-8 the official code leaves out negatives whose similarity is not above 1e-6; --negative-floor -2 keeps all.
     similarity = similarity.masked_fill(~(disjoint & (similarity > negative_floor)), -math.inf)
@@ -542,8 +542,7 @@ def step_metrics(values, truth, hidden, has_labelled):
     """The METRICS of one step (len(METRICS),). hidden (U,): images whose label the client does not own."""
     right = (values["pseudo_label"] == truth) & hidden
     used, low = values["confident"] & hidden, ~values["confident"] & hidden
-    nothing = torch.zeros_like(right)
-    hit, size = nothing, nothing
+    hit = size = torch.zeros_like(right)
     if values["class_set"] is not None:
         hit, size = values["class_set"].gather(1, truth[:, None])[:, 0] & low, values["class_set"].sum(1) * low
     sums = [torch.ones_like(right[0]), torch.full_like(right[0], has_labelled),
