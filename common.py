@@ -1001,6 +1001,114 @@ def shuffled_shares(class_members, clients, alpha, seed):
     return np.array_split(stream(seed, "iid").permutation(np.concatenate(class_members)), clients)
 
 
+def clip_partition(train_labels, test_labels, clients, beta, kind="dirichlet", random_state=None, shuffle=False):
+    """Share training and test images among the clients: FedCoPL's published split, the same draws in the same order.
+
+    Smaller beta is more skewed; inf is i.i.d. Every image gets exactly one owner; a client may own no test image.
+
+    train_labels, test_labels: (n,) class ids. random_state: default clip_random_state(classes).
+    kind: "dirichlet", "quantity" (each client holds a fifth of the classes) or "iid"; see the functions below.
+    shuffle: "quantity" deals out consecutive images of a class, as published; this shuffles them first.
+    Returns (train, test): two lists with one index array a client.
+    """
+    sets = [np.asarray(train_labels), np.asarray(test_labels)]
+    classes = 1 + max(int(labels.max()) for labels in sets)
+    if clients > len(sets[0]):
+        raise UserError(f"--clients {clients}: more clients than training images ({len(sets[0])}; --beta {beta})")
+    random_state = random_state or clip_random_state(classes)
+    members = [[np.flatnonzero(labels == c) for c in range(classes)] for labels in sets]
+    if kind == "quantity":
+        return quantity_shares(members, clients, random_state, shuffle)
+    if kind == "iid" or math.isinf(beta):
+        owned = even_shares(members, clients, random_state)
+    else:
+        owned = skewed_shares(members, clients, beta, random_state)
+    for of_client in zip(*owned):
+        for images in of_client:
+            random_state.shuffle(images)
+    return owned
+
+
+def clip_random_state(classes, split_seed=0):
+    """The generator of clip_partition; split seed 0 is the published split, whatever the seed of the run.
+
+    The official program seeds with 500 and draws one permutation of the classes while it reads their names.
+    """
+    random_state = np.random.RandomState(500 + split_seed)
+    random_state.choice(classes, classes, replace=False)
+    return random_state
+
+
+def deal(members, share):
+    """Cut one class's images by shares (clients,) that sum to 1; what the rounding down leaves is the last client's."""
+    return np.split(members, (np.cumsum(share) * len(members)).astype(int)[:-1])
+
+
+def even_shares(members, clients, random_state):
+    """i.i.d.: every class is shuffled and cut into equal parts. The floats' rounding makes them slightly uneven."""
+    parts = [[], []]
+    for of_class in zip(*members):
+        for k, images in enumerate(of_class):
+            images = random_state.permutation(images)
+            parts[k].append(deal(images, np.full(clients, 1 / clients)))
+    return [[np.concatenate(of_client) for of_client in zip(*part)] for part in parts]
+
+
+def skewed_shares(members, clients, beta, random_state, least=10, tries=200):
+    """Each class is divided by one draw from Dir(beta, ..., beta) over the clients, the same for training and test.
+
+    In either set a client that holds its even share already gets nothing more, so the two mixes can part. All is drawn
+    again until each client owns `least` training images (fewer if there are not enough); the published settings need
+    few tries. After `tries`, the largest client hands images to the smallest. The test set has no such condition.
+    """
+    total = [sum(map(len, of_set)) for of_set in members]
+    least = min(least, total[0] // clients)
+    for _ in range(tries):
+        parts, sizes = [[], []], np.zeros((2, clients))
+        for of_class in zip(*members):
+            of_class = [random_state.permutation(images) for images in of_class]
+            drawn = random_state.dirichlet(np.repeat(beta, clients))
+            for k, images in enumerate(of_class):
+                room = sizes[k] < total[k] / clients
+                share = drawn * room
+                if not share.sum() > 0:                      # beta so small that the draw is 0 or NaN there
+                    share = np.eye(clients)[random_state.choice(np.flatnonzero(room) if room.any() else clients)]
+                parts[k].append(deal(images, share / share.sum()))
+                sizes[k] += [len(images) for images in parts[k][-1]]
+        if sizes[0].min() >= least:
+            break
+    owned = [[np.concatenate(of_client) for of_client in zip(*part)] for part in parts]
+    train = owned[0]
+    while min(map(len, train)) < least:
+        small, large = np.argmin([len(images) for images in train]), np.argmax([len(images) for images in train])
+        train[small], train[large] = np.append(train[small], train[large][-1]), train[large][:-1]
+    return owned
+
+
+def quantity_shares(members, clients, random_state, shuffle):
+    """Each client holds ceil(C / 5) classes: a class goes to the first fifth of the clients that still have room.
+
+    All receivers but the last get a uniform number of its images, at least a K-th of the even share, at most that
+    share; the last gets the rest. Training and test numbers are drawn apart. With 10 clients a block of classes is
+    shared by fixed pairs, with 5 each class has one owner. Some numbers of classes and clients leave a client without
+    any (the official program then stops): it owns nothing.
+    """
+    classes = len(members[0])
+    room = np.full(clients, math.ceil(0.2 * classes))
+    parts = [[[np.empty(0, np.int64)] for _ in range(clients)] for _ in members]
+    for c, of_class in enumerate(zip(*members)):
+        receivers = np.flatnonzero(room)[:max(1, int(0.2 * clients))]
+        room[receivers] -= 1
+        for part, images in zip(parts, of_class):
+            images = random_state.permutation(images) if shuffle else images
+            share = len(images) / len(receivers)
+            low, high = int(max(share / clients, 10 / classes)), int(share)
+            numbers = [random_state.randint(low, high) if low < high else high for _ in receivers[:-1]]
+            for client, more in zip(receivers, np.split(images, np.cumsum(numbers, dtype=int))):
+                part[client].append(more)
+    return [[np.concatenate(of_client) for of_client in part] for part in parts]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Augmentation
 # ---------------------------------------------------------------------------------------------------------------
