@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torchvision.datasets import CIFAR10, CIFAR100, SVHN, FashionMNIST
 from torchvision.datasets.utils import download_url
+from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
 
 
 class UserError(Exception):
@@ -512,7 +513,7 @@ def print_table(rows, class_names, most=20):
 # Original files come first (also still packed: archives are read in memory), then <name>/{train,test}/<class>/* images.
 
 class Dataset(NamedTuple):
-    train_images: torch.Tensor      # (N, 3, S, S) uint8
+    train_images: torch.Tensor      # (N, 3, S, S) uint8; a LazyImages where the set is too large for memory
     train_labels: torch.Tensor      # (N,) int64
     test_images: torch.Tensor
     test_labels: torch.Tensor
@@ -548,14 +549,32 @@ def squeeze(text):
     return re.sub(r"[\W_]+", "", str(text).lower())
 
 
-def dataset_name(text):
-    """The canonical name of a data set; upper case, '-', '_' and spaces do not matter."""
+def dataset_name(text, among=DATASETS):
+    """The canonical name of one of these data sets; upper case, '-', '_' and spaces do not matter."""
     name = squeeze(text)
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, 1)
+    if name not in among:
+        close = difflib.get_close_matches(name, among, 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(f"--dataset {text}: unknown data set{hint}; there are {', '.join(DATASETS)}")
+        raise UserError(f"--dataset {text}: unknown data set{hint}; there are {', '.join(among)}")
     return name
+
+
+def readable(text):
+    """A class name as words: '012.Yellow_headed_Blackbird', 'ApplyEyeMakeup', 'T-shirt/top'; digits stay as they are."""
+    text = re.sub(r"^(\d+[\s._-]+)+(?=[^\W\d_])", "", text)                 # an index before the name
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text.replace("_", " ").replace("/", " or "))
+    return " ".join(text.split())
+
+
+def prompt_names(name, class_names):
+    """Class names as CLIP should read them, in the same order; no two may be the same to it."""
+    words = [readable(text) for text in class_names]
+    first = {}
+    for text, official in zip(words, class_names):
+        other = first.setdefault(text.lower(), official)                      # CLIP reads everything in lower case
+        if other != official:
+            raise UserError(f"{name}: classes {other} and {official} would both be called {text!r}: rename a folder")
+    return words
 
 
 def one_line(error):
@@ -719,7 +738,7 @@ def read_idx(path):
         return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes)
 
 
-def read_fashionmnist(files):
+def read_fashionmnist(files, border=2):
     """28x28 grey images, padded with two black pixels on each side."""
     splits = []
     for image_file, label_file in (files[:2], files[2:]):
@@ -727,7 +746,8 @@ def read_fashionmnist(files):
         with blame(f"{image_file} with {label_file.name}"):
             if images.shape[1:] != (28, 28):
                 raise ValueError(f"images of shape {images.shape}")
-            splits.append(checked(np.pad(images, ((0, 0), (2, 2), (2, 2)))[:, None], labels, (1, 32, 32), 10))
+            images = np.pad(images, ((0, 0), (border, border), (border, border)))[:, None]
+            splits.append(checked(images, labels, images[0].shape, 10))
     return splits
 
 
@@ -801,23 +821,44 @@ def to_rgb(image):
     return image.convert("RGB")
 
 
-def load_images(paths, side, pad_28=False):
-    """Decode image files in threads: (N, 3, side, side). The EXIF orientation is applied; the short side becomes
-    `side`, the rest is cut off evenly. pad_28: 28x28 images get the border that read_fashionmnist gives them."""
-    images = torch.empty(len(paths), 3, side, side, dtype=torch.uint8)
+def clip_view(side):
+    """What open_clip does with an image for evaluation, short of the division by 255: a function of a Pillow image.
+
+    Its order: grey, palette and transparent images are resized as they are, then made RGB (transparency is dropped).
+    """
+    crop = Compose([Resize(side, InterpolationMode.BICUBIC), CenterCrop(side)])
+    return lambda image: crop(to_rgb(image) if image.mode.startswith(("I", "F")) else image).convert("RGB")
+
+
+def square_view(side, pad_28=False):
+    """A Pillow image as RGB; the short side becomes `side`, the rest is cut off evenly. pad_28: 28x28 images get the
+    border that read_fashionmnist gives them."""
+    def view(image):
+        image = to_rgb(image)
+        if pad_28 and image.size == (28, 28):
+            image = ImageOps.expand(image, 2)
+        return image if image.size == (side, side) else ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
+    return view
+
+
+def load_images(source, side, view):
+    """Prepare images in threads: (N, 3, side, side). source: files, whose EXIF orientation is applied, or a uint8
+    tensor; view: what to do with each Pillow image."""
+    images = torch.empty(len(source), 3, side, side, dtype=torch.uint8)
     pixels = images.numpy()
+    def put(i, image):
+        pixels[i] = np.asarray(view(image)).transpose(2, 0, 1)
     def decode(start):
-        for i, path in enumerate(paths[start:start + 256], start):
-            with blame(path), Image.open(path) as image:
-                ImageOps.exif_transpose(image, in_place=True)
-                image = to_rgb(image)
-                if pad_28 and image.size == (28, 28):
-                    image = ImageOps.expand(image, 2)
-                if image.size != (side, side):
-                    image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
-                pixels[i] = np.asarray(image).transpose(2, 0, 1)
+        for i, item in enumerate(source[start:start + 16], start):
+            if isinstance(item, torch.Tensor):
+                item = item.permute(1, 2, 0).numpy()
+                put(i, Image.fromarray(item[..., 0] if item.shape[2] == 1 else item))
+            else:
+                with blame(item), Image.open(item) as image:
+                    ImageOps.exif_transpose(image, in_place=True)
+                    put(i, image)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(decode, range(0, len(paths), 256)))
+        list(pool.map(decode, range(0, len(source), 16)))
     return images
 
 
@@ -832,6 +873,43 @@ def resize(images, side):
             chunk = F.interpolate(chunk.float(), (side, side), mode="bilinear", antialias=True).round()
         resized[start:start + 512] = chunk          # one grey channel is repeated
     return resized
+
+
+def pick(source, index):
+    """The images of these indices, from a tensor or a list of files."""
+    return [source[i] for i in index] if isinstance(source, list) else source[index]
+
+
+class LazyImages:
+    """Images that are prepared when they are asked for: images[index] is the tensor that the whole set would give.
+
+    source: a list of files, or a tensor of small images. prepare: its part -> (n, 3, side, side) uint8.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, source, side, prepare):
+        self.source, self.prepare = source, prepare
+        self.shape = torch.Size((len(source), 3, side, side))
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, index):
+        """index: a slice, or whole numbers or booleans in a 1-D tensor (on any device), array or list."""
+        index = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
+        return self.prepare(pick(self.source, torch.from_numpy(np.arange(len(self))[index])))
+
+
+def without_first(labels, share):
+    """Sorted indices of the images but the first floor(share * n) of each class of n."""
+    if not 0 <= share < 1:
+        raise UserError(f"--skip-share {share}: must be in [0, 1)")
+    kept = []
+    for label in labels.unique():
+        members = (labels == label).nonzero().flatten()
+        kept.append(members[math.floor(share * len(members) + 1e-9):])      # 0.29 * 100 is 28.999999999999996
+    return torch.cat(kept).sort().values
 
 
 def balanced_subset(labels, class_names, n):
@@ -851,8 +929,14 @@ def balanced_subset(labels, class_names, n):
     return torch.cat(kept).sort().values
 
 
-def load_dataset(name, data_dir, side=None, train_subset=None):
-    """Read a data set from data_dir. side: pixels of the square result, default 32 (digits: 8)."""
+def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_share=0.0, memory_gb=None):
+    """Read a data set from data_dir.
+
+    side: pixels of the square result, default 32 (digits: 8; clip: 224). clip: prepare the images as CLIP has them,
+    and make words of the class names.
+    skip_share: leave out this first part of each class's training images, before train_subset is taken.
+    memory_gb: if the images need more GiB than this they become LazyImages, which are prepared at each use.
+    """
     name = dataset_name(name)
     data_dir = Path(data_dir).expanduser().absolute()
     if name == "digits":
@@ -870,24 +954,34 @@ def load_dataset(name, data_dir, side=None, train_subset=None):
         else:
             files = files if complete else fetch(name, data_dir, files)
             source, class_names = "original files", CLASS_NAMES[name]
-            splits = (read_svhn(files) if name == "svhn" else read_fashionmnist(files) if name == "fashionmnist"
-                      else read_cifar(name, files[0]))
-    side = side or (8 if name == "digits" else 32)
-    tensors = []
+            splits = (read_svhn(files) if name == "svhn" else
+                      read_fashionmnist(files, border=0 if clip else 2) if name == "fashionmnist" else
+                      read_cifar(name, files[0]))
+    side = side or (224 if clip else 8 if name == "digits" else 32)
+    view = clip_view(side) if clip else square_view(side, name == "fashionmnist")
+    parts = []
     for split, (images, labels) in zip(("train", "test"), splits):
+        if split == "train" and skip_share:
+            keep = without_first(labels, skip_share)
+            images, labels = pick(images, keep), labels[keep]
         if split == "train" and train_subset is not None:
             keep = balanced_subset(labels, class_names, train_subset)
-            images, labels = [images[i] for i in keep] if isinstance(images, list) else images[keep], labels[keep]
-        images = load_images(images, side, name == "fashionmnist") if isinstance(images, list) else resize(images, side)
-        tensors += [images, labels]
-    return Dataset(*tensors, list(class_names), source)
+            images, labels = pick(images, keep), labels[keep]
+        if clip or isinstance(images, list):
+            parts += [LazyImages(images, side, lambda part: load_images(part, side, view)), labels]
+        else:
+            parts += [LazyImages(images, side, lambda part: resize(part, side)), labels]
+    if memory_gb is None or (len(parts[0]) + len(parts[2])) * 3 * side ** 2 <= memory_gb * 2 ** 30:
+        parts[0], parts[2] = (images.prepare(images.source) for images in (parts[0], parts[2]))
+    return Dataset(*parts, prompt_names(name, class_names) if clip else list(class_names), source)
 
 
 def fingerprint(data):
     """A short hash of all images and labels of a Dataset: the same data, whatever files they came from."""
     digest = hashlib.sha256()
     for part in data[:4]:
-        digest.update(part.contiguous().numpy())
+        for start in range(0, len(part), 512):
+            digest.update(part[start:start + 512].contiguous().numpy())
     return digest.hexdigest()[:16]
 
 

@@ -109,7 +109,8 @@ def parse_args(argv=None):
     run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
     run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     data = parser.add_argument_group("data")
-    data.add_argument("--dataset", type=common.dataset_name, default="digits", help=", ".join(PRESETS) + " [digits]")
+    data.add_argument("--dataset", type=lambda text: common.dataset_name(text, PRESETS), default="digits",
+                      help=", ".join(PRESETS) + " [digits]")
     data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
     data.add_argument("--train-subset", type=number(int, 1), default=None,
                       help="class-balanced subset of N training images, for quick runs [all]")

@@ -1,5 +1,6 @@
 """Data loading on tiny files made on the fly: no network, nothing outside tmp_path."""
 import gzip
+import hashlib
 import io
 import os
 import pickle
@@ -16,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
+from torchvision import transforms
 
 import common
 from common import UserError, load_dataset
@@ -587,3 +589,162 @@ def test_train_subset_errors(tmp_path):
     with pytest.raises(UserError, match="needs 2 images of class dog, which has 1; 2 is possible"):
         common.balanced_subset(torch.tensor([0, 0, 0, 1]), ["cat", "dog"], 4)
     assert len(load_dataset("folder", tmp_path, train_subset=7).train_labels) == 7
+
+
+# ---- images for CLIP -----------------------------------------------------------------------------------------------
+def clip_pictures():
+    """Pillow images that are not square, of all the modes that data sets hold."""
+    for i, (mode, size) in enumerate([("RGB", (37, 23)), ("RGB", (9, 40)), ("L", (31, 30)), ("RGBA", (50, 29)),
+                                      ("LA", (20, 33)), ("CMYK", (26, 41))]):
+        shape = (size[1], size[0], len(Image.new(mode, (1, 1)).getbands()))
+        yield Image.fromarray(np.squeeze(colours(1, i, shape)[0]), mode if mode in ("LA", "CMYK") else None)
+    yield Image.fromarray(colours(1, 7, (21, 44, 3))[0]).quantize(16)
+    yield Image.fromarray(colours(1, 8, (24, 24, 3))[0])
+
+
+@pytest.mark.parametrize("side", [16, 24, 56])
+def test_clip_images_are_those_of_open_clip(tmp_path, side):
+    reference = transforms.Compose([transforms.Resize(side, transforms.InterpolationMode.BICUBIC),
+                                    transforms.CenterCrop(side), lambda image: image.convert("RGB"),
+                                    transforms.PILToTensor()])
+    write_tree(tmp_path, ["cat"])
+    pictures = list(clip_pictures())
+    for i, image in enumerate(pictures):
+        image.save(tmp_path / "train" / "cat" / f"{i:03d}{'.tif' if image.mode == 'CMYK' else '.png'}")
+    data = load_dataset("folder", tmp_path, side, clip=True)
+    check_form(data, 1, side)
+    assert [image.mode for image in pictures] == ["RGB", "RGB", "L", "RGBA", "LA", "CMYK", "P", "RGB"]
+    for i, image in enumerate(pictures):
+        assert torch.equal(data.train_images[i], reference(image)), image.mode
+    plain = load_dataset("folder", tmp_path, side).train_images
+    assert not torch.equal(data.train_images[0], plain[0])                  # the other scripts' images are bilinear
+
+
+def test_clip_images_of_arrays_go_through_pillow(tmp_path):
+    train_images, *_ = write_cifar(tmp_path / UNPACKED["cifar10"])
+    grey = write_fashion(tmp_path)
+    for name, image in (("cifar10", train_images[7].transpose(1, 2, 0)), ("fashionmnist", grey[7])):
+        expected = np.asarray(Image.fromarray(image).resize((48, 48), Image.Resampling.BICUBIC).convert("RGB"))
+        data = load_dataset(name, tmp_path, 48, clip=True)
+        check_form(data, 10, 48)
+        assert np.array_equal(data.train_images[7], expected.transpose(2, 0, 1)), name      # no border around fashion
+    digits = load_dataset("digits", "nowhere", 12, clip=True, train_subset=20)
+    small = load_dataset("digits", "nowhere", train_subset=20)
+    expected = Image.fromarray(small.train_images[3, 0].numpy()).resize((12, 12), Image.Resampling.BICUBIC)
+    assert np.array_equal(digits.train_images[3, 1], expected)
+    assert load_dataset("digits", "nowhere", clip=True, train_subset=10, memory_gb=0).train_images.shape[2:] == (224, 224)
+
+
+def test_clip_images_are_turned_by_exif_and_keep_16_bits(tmp_path):
+    write_tree(tmp_path, ["cat"])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright = np.zeros((32, 32, 3), np.uint8)
+    upright[:8] = 255
+    Image.fromarray(upright).save(tmp_path / "train" / "cat" / "000.png", exif=exif)
+    Image.fromarray(np.full((8, 8), 257 * 100, np.uint16)).save(tmp_path / "train" / "cat" / "001.png")
+    images = load_dataset("folder", tmp_path, 32, clip=True).train_images
+    assert images[0, 0, :, 24:].min() == 255 and images[0, 0, :, :24].max() == 0
+    assert images[1].unique().tolist() == [100]
+
+
+# ---- memory bound --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("name", ["digits", "cifar10", "folder"])
+def test_lazy_images_equal_the_cached_ones(tmp_path, name, clip):
+    if name == "cifar10":
+        write_cifar(tmp_path / UNPACKED["cifar10"])
+    write_tree(tmp_path, CLASSES10, per_class=4)
+    options = dict(side=20, clip=clip, train_subset=30, skip_share=0.25)
+    cached, lazy = (load_dataset(name, tmp_path, **options, memory_gb=gb) for gb in (None, 1e-6))
+    assert isinstance(cached.train_images, torch.Tensor) and isinstance(lazy.train_images, common.LazyImages)
+    for full, part in ((cached.train_images, lazy.train_images), (cached.test_images, lazy.test_images)):
+        assert isinstance(part, common.LazyImages) and len(part) == len(full) and part.shape == full.shape
+        assert part.dtype == full.dtype and not torch.equal(full[0], full[-1])
+        order = torch.randperm(len(full))[:19]
+        for index in (order, order.numpy(), torch.tensor([2, 2, -1]), torch.tensor([], dtype=torch.int64),
+                      slice(3, 9), slice(None), slice(None, None, 4)):
+            assert torch.equal(part[index], full[index]) and part[index].dtype == torch.uint8
+        with pytest.raises(IndexError):
+            part[torch.tensor([len(full)])]
+    assert common.fingerprint(lazy) == common.fingerprint(cached)
+    other = cached._replace(test_images=cached.test_images ^ (torch.arange(20) == 19).byte())
+    assert common.fingerprint(other) != common.fingerprint(cached)
+
+
+def test_memory_bound_counts_both_sets(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"], per_class=4)           # 8 + 8 images of 3 x 16 x 16 bytes
+    for images, kind in ((16, torch.Tensor), (15, common.LazyImages)):
+        data = load_dataset("folder", tmp_path, 16, memory_gb=images * 768 / 2 ** 30)
+        assert isinstance(data.train_images, kind) and isinstance(data.test_images, kind)
+    assert isinstance(load_dataset("folder", tmp_path, 16, 4, memory_gb=12 * 768 / 2 ** 30).test_images, torch.Tensor)
+
+
+def test_lazy_images_read_only_what_is_asked_for(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"], per_class=4)
+    (tmp_path / "train" / "dog" / "001.png").write_bytes(b"broken")
+    images = load_dataset("folder", tmp_path, clip=True, memory_gb=0).train_images
+    assert images[torch.tensor([4, 6])][:, 1, 0, 0].tolist() == [0, 20]
+    with pytest.raises(UserError, match="dog/001.png"):
+        images[4:6]
+
+
+def test_fingerprint_is_that_of_the_whole_tensors():
+    data = load_dataset("digits", "nowhere")
+    whole = b"".join(part.numpy().tobytes() for part in data[:4])
+    assert common.fingerprint(data) == hashlib.sha256(whole).hexdigest()[:16] == "af9bb8fe4f445f52"
+
+
+# ---- --skip-share --------------------------------------------------------------------------------------------------
+def test_skip_share_leaves_out_the_first_of_each_class(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"], per_class=4)
+    for i in (1, 2, 3):
+        (tmp_path / "train" / "dog" / f"00{i}.png").unlink()
+    for share, kept in ((0, [0, 10, 20, 30, 0]), (0.24, [0, 10, 20, 30, 0]), (0.25, [10, 20, 30, 0]),
+                        (0.5, [20, 30, 0]), (0.99, [30, 0])):
+        data = load_dataset("folder", tmp_path, skip_share=share)
+        assert data.train_images[:, 1, 0, 0].tolist() == kept and len(data.test_labels) == 8
+        assert data.train_labels.tolist() == [0] * (len(kept) - 1) + [1]
+    full, part = (load_dataset("digits", "nowhere", skip_share=share) for share in (0, 0.3))
+    for label in range(10):
+        members = full.train_images[full.train_labels == label]
+        assert torch.equal(part.train_images[part.train_labels == label], members[len(members) * 3 // 10:])
+    assert torch.equal(part.test_images, full.test_images)
+    assert len(common.without_first(torch.zeros(100), 0.29)) == 71          # not 72, as 0.29 * 100 < 29 in floats
+
+
+def test_skip_share_comes_before_the_subset(tmp_path):
+    write_tree(tmp_path, ["cat", "dog"], per_class=8)
+    data = load_dataset("folder", tmp_path, train_subset=4, skip_share=0.5)
+    assert data.train_images[:, 1, 0, 0].tolist() == [40, 60, 40, 60]
+    assert "to 8 " in error("folder", tmp_path, train_subset=9, skip_share=0.5)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1, 2, float("nan")])
+def test_skip_share_errors(share):
+    assert "--skip-share" in error("digits", "nowhere", skip_share=share)
+
+
+# ---- class names as words ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text, words", [
+    ("001.Black_footed_Albatross", "Black footed Albatross"), ("12 013.Bobolink", "Bobolink"), ("3-cat", "cat"),
+    ("ApplyEyeMakeup", "Apply Eye Makeup"), ("Apply_Eye_Makeup", "Apply Eye Makeup"), ("YoYo", "Yo Yo"),
+    ("polka-dotted", "polka-dotted"), ("aquarium_fish", "aquarium fish"), ("7", "7"), ("07", "07"), ("1_2", "1 2"),
+    ("T-shirt/top", "T-shirt or top"), ("colt's foot", "colt's foot"), ("1st place", "1st place"),
+    ("  odd__name ", "odd name")])
+def test_readable(text, words):
+    assert common.readable(text) == words
+
+
+@pytest.mark.parametrize("name", common.CLASS_NAMES)
+def test_prompt_names_are_unique_words(name):
+    words = common.prompt_names(name, common.CLASS_NAMES[name])
+    assert len({text.lower() for text in words}) == len(common.CLASS_NAMES[name])
+    assert not any("_" in text or "/" in text or text != text.strip() for text in words)
+
+
+def test_class_names_that_read_the_same_are_refused(tmp_path):
+    write_tree(tmp_path, ["01_red_fox", "02_RedFox"])
+    assert load_dataset("folder", tmp_path).class_names == ["01_red_fox", "02_RedFox"]
+    message = error("folder", tmp_path, clip=True)
+    assert "01_red_fox and 02_RedFox" in message and "'Red Fox'" in message
