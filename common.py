@@ -252,14 +252,15 @@ class RunFolder:
     """<out_dir>/<name>: config.json, clients.csv, rounds.csv, summary.json, checkpoint.pt, curves.png.
 
     The constructor only checks; nothing is written before open(). With `writer` off (ranks other than the first)
-    files are read, never written. Settings named in `free` may change on a resume, and --rounds may grow.
+    files are read, never written. Settings named in `free` may change on a resume, and --rounds may grow. `extra` has
+    further entries of summary.json.
     """
 
     def __init__(self, out_dir, name, settings, resume=False, overwrite=False, writer=True,
-                 free=("data_dir", "device", "amp", "out_dir", "run_name", "resume", "overwrite")):
+                 free=("data_dir", "cache_gb", "device", "amp", "out_dir", "run_name", "resume", "overwrite")):
         self.path, self.writer = Path(out_dir).expanduser() / name, writer
         self.resumed, self.overwrite, self.free = resume, overwrite, {*free, "rounds"}
-        self.script, self.rows, self.saved, self.lock = Path(sys.argv[0]), [], 0, None
+        self.script, self.rows, self.saved, self.lock, self.extra = Path(sys.argv[0]), [], 0, None, {}
         self.settings = {key: str(value) if value == math.inf else value for key, value in settings.items()}
         if resume and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
@@ -382,6 +383,11 @@ class RunFolder:
         self._replace("checkpoint.pt", lambda file: torch.save(state, file))     # last: it makes the round count
         self.saved = len(self.rows)
 
+    def save_table(self, name, rows):
+        """A further CSV file, a dict a row, written anew."""
+        if self.writer:
+            self._replace(name, lambda file: _write_csv(file, rows))
+
     def summary(self):
         """Final, mean of the last ten and best accuracy (the best is picked on test data: no headline), costs."""
         accuracy = [float(row["test_acc_pct"]) for row in self.rows]
@@ -391,7 +397,7 @@ class RunFolder:
                 "seconds": round(seconds, 2), "seconds_per_round": round(seconds / len(accuracy), 3),
                 "bytes_up": sum(int(row["bytes_up"]) for row in self.rows),
                 "bytes_down": sum(int(row["bytes_down"]) for row in self.rows),
-                "finished": len(accuracy) >= self.settings["rounds"]}
+                "finished": len(accuracy) >= self.settings["rounds"], **self.extra}
 
     def print_summary(self):
         """The last line of a run."""
@@ -476,31 +482,34 @@ def versions():
     return found
 
 
-def client_table(labels, labelled, unlabelled, class_names):
-    """One dict a client: its id, its numbers of labelled and unlabelled images, then both for each class."""
+def client_table(class_names, **kinds):
+    """One dict a client: its id, its number of images of each kind, then the same for each class.
+
+    kinds: say labelled=(labels, parts), with labels (n,) on the CPU and one index array a client.
+    """
+    counts = {kind: [np.bincount(labels[part], minlength=len(class_names)).tolist() for part in parts]
+              for kind, (labels, parts) in kinds.items()}
     rows = []
-    for client, parts in enumerate(zip(labelled, unlabelled)):
-        counts = [np.bincount(labels[part], minlength=len(class_names)).tolist() for part in parts]
-        row = {"client": client, "labelled": sum(counts[0]), "unlabelled": sum(counts[1])}
-        for kind, per_class in zip(("labelled", "unlabelled"), counts):
-            row.update({f"{kind}_{name}": count for name, count in zip(class_names, per_class)})
-        rows.append(row)
+    for client in range(len(next(iter(counts.values())))):
+        rows.append({"client": client} | {kind: sum(of_kind[client]) for kind, of_kind in counts.items()})
+        for kind, of_kind in counts.items():
+            rows[-1].update({f"{kind}_{name}": count for name, count in zip(class_names, of_kind[client])})
     return rows
 
 
-def print_table(rows, class_names, most=20):
+def print_table(rows, class_names, kinds, most=20):
     """The first clients of a client_table, one line each; with many classes only how many are present."""
-    print("client | labelled images, by class | unlabelled images, by class")
+    print(" | ".join(["client", *(f"{kind} images, by class" for kind in kinds)]))
     for row in rows[:most]:
         cells = [str(row["client"]).rjust(6)]
-        for kind in ("labelled", "unlabelled"):
+        for kind in kinds:
             counts = [row[f"{kind}_{name}"] for name in class_names]
             cells.append(f"{row[kind]:5d}: " + (" ".join(f"{count:4d}" for count in counts) if len(counts) <= 12 else
                                                f"{sum(count > 0 for count in counts)} of {len(counts)} classes"))
         print(" | ".join(cells))
     if len(rows) > most:
         print(f"... {len(rows) - most} more clients: see clients.csv")
-    for kind in ("labelled", "unlabelled"):
+    for kind in kinds:
         without = [row["client"] for row in rows if not row[kind]]
         if without:
             print(f"{len(without)} clients own no {kind} image, the first is client {without[0]}")
@@ -886,7 +895,7 @@ class LazyImages:
     source: a list of files, or a tensor of small images. prepare: its part -> (n, 3, side, side) uint8.
     """
 
-    dtype = torch.uint8
+    dtype, device = torch.uint8, torch.device("cpu")
 
     def __init__(self, source, side, prepare):
         self.source, self.prepare = source, prepare

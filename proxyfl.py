@@ -628,7 +628,8 @@ def main(argv=None):
     classes = len(class_names)
     if args.icpl and args.candidate_set == "top5" and classes < 5:
         raise common.UserError(f"--candidate-set top5: the data set has {classes} classes")
-    table = common.client_table(data.labels.cpu().numpy(), data.labelled, data.unlabelled, class_names)
+    labels = data.labels.cpu().numpy()
+    table = common.client_table(class_names, labelled=(labels, data.labelled), unlabelled=(labels, data.unlabelled))
 
     torch.manual_seed(common.stream(args.seed, "init").integers(2**31))
     heads = args.icpl and args.similarity == "projected"
@@ -654,7 +655,7 @@ def main(argv=None):
             print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
             print(f"{facts['data_source']}: {len(data.images)} training and {len(test_images)} test images | "
                   f"{sum(p.numel() for p in net.parameters()):,} parameters")
-            common.print_table(table, class_names)
+            common.print_table(table, class_names, ("labelled", "unlabelled"))
         start_round = len(run.rows) + 1
         for rnd in tqdm(range(start_round, args.rounds + 1), initial=start_round - 1, total=args.rounds, unit="round",
                         disable=None if ranks.first else True):

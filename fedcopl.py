@@ -1,0 +1,742 @@
+"""FedCoPL: unsupervised federated classification with CLIP, by cooperative pseudo-labels and shared visual prompts.
+
+Paper: FedCoPL, ICCV 2025 (arXiv 2510.10100). Official code: krumpguo/FedCoPL at ed7e0e0 (its released entry point
+trains nothing; the method is in the functions it does not reach). VPT (arXiv 2203.12119) and CoOp (arXiv 2109.01134)
+are where the two kinds of prompts come from.
+
+    python fedcopl.py                               # a miniature CLIP made on the spot, embedded digits, minutes on a CPU
+    python fedcopl.py --dataset dtd --beta 0.1      # the paper's setting: OpenAI's ViT-B/32
+
+Expected: EXPECTED. The paper's scale (60.89 % on DTD, mean over clients, is the paper's figure): not run yet.
+
+Clients own images without labels and the names of the classes. CLIP stays frozen; a client trains two small prompts:
+visual tokens that every image token attends to, and text tokens before each class name. One round:
+  every Q rounds   each client labels its images (at first with zero-shot CLIP, then with its own model), keeps the
+                   confident half and uploads how many of each class that were; the server deals the classes out
+                   evenly and sends each client a capacity per class; the client trains on that many images of the
+                   class, the most confident ones;
+  clients          train both prompts on their selected images;
+  server           averages the visual prompts, weighted by selected images; text prompts stay where they are.
+
+Letters in shapes: B batch, n images of a client, C classes, K clients, N all training images, T image tokens,
+L text tokens, W width of a tower, D embedding; visual prompts (depth, V, W), text prompts (P, W).
+
+Where the paper (a published note on it; its full text was not at hand) and the official code differ. The effect of each
+flag is not measured unless it says so.
+  DIFF-1   --budget            images per class over all clients: total / C in the note, rounded up in the code
+  DIFF-2   --unseen-classes    capacity of a class that nobody predicts: the note divides by zero; the code gives each
+                               client a share that grows with each refresh
+  DIFF-3   --ceiling           the code's float32 can round a whole number up by one; we use integers
+  DIFF-4   --shared-momentum   the code's one optimiser carries momentum from client to client and round to round
+  DIFF-5   --shuffle-classes   the code's quantity split deals out consecutive images of a class
+  DIFF-6   --split-seed        the code's split is the same whatever the seed of the run; so is ours, by default
+Without a flag, since no figure depends on it: ties in confidence (the earlier image is kept; the code replaces the
+first slot of least confidence); the code drops five patch tokens after the last block, which reads the class token
+alone; class prototypes that the code computes and does not use; its float logs. Where the code stops with an error (no
+or one image passes the filters, nothing is selected, a client without test images), the client has counts 0, weight 0
+and sits the round out, or does not enter the mean. The note says that visual prompts alone halve what is sent; in bytes
+they are 84 % of both, so the saving is 16 %.
+"""
+
+import hashlib
+import math
+import os
+import time
+import zipfile
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import open_clip
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import common
+
+# Values that depend on the data set; they fill flags that were not given. Sources: the official configuration files.
+PAPER = dict(model="ViT-B-32-quickgelu", pretrained="openai", template="a photo of a {}", clients=10, rounds=20,
+             local_epochs=10, refresh=5, lr=0.1, visual_lr=0.1)
+PRESETS = {
+    "dtd": PAPER,
+    "resisc45": PAPER,
+    "cub": PAPER | dict(clients=5),
+    "ucf101": PAPER | dict(clients=5),
+    "cifar10": PAPER | dict(template="a photo of a {}."),
+    "cifar100": PAPER | dict(template="a photo of a {}."),
+    "eurosat": PAPER,                                                      # listed in the code, not in the paper
+    "flowers102": PAPER | dict(clients=5),                                 # likewise
+    "folder": PAPER,                                                       # ours
+    "digits": PAPER | dict(model="tiny", pretrained="glyphs", clients=5),  # ours: quick; see the README
+}
+LABEL_BATCH = 256                       # images of a pass without gradients; no result depends on it
+
+
+def parse_args(argv=None):
+    presets = "; ".join(f"{name}: " + ", ".join(f"{key} {value}" for key, value in preset.items())
+                        for name, preset in PRESETS.items())
+    parser = common.Parser(prog="fedcopl.py", description=__doc__.split("\n\n")[0],
+                           epilog=f"In brackets: the default and its source. [preset] goes by data set: {presets}.")
+    number, switch = common.number, common.argparse.BooleanOptionalAction
+    run = parser.add_argument_group("run")
+    run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
+                     help="drives everything random but the split [1]")
+    run.add_argument("--split-seed", type=number(int, 0, 2**31 - 501), default=0,
+                     help="which client owns which images; 0 is the official split, DIFF-6 [0]")
+    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
+    run.add_argument("--amp", action=switch, default=None,
+                     help="bfloat16 autocast of the two towers in training; labels, losses in float32 [on for CUDA]")
+    run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
+    run.add_argument("--run-name", default=None, help="the run folder [fedcopl_<dataset>_b<beta>_s<seed>]")
+    run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
+    run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
+    data = parser.add_argument_group("data and model")
+    data.add_argument("--dataset", type=lambda text: common.dataset_name(text, PRESETS), default="digits",
+                      help=", ".join(PRESETS) + " [digits]")
+    data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
+    data.add_argument("--train-subset", type=number(int, 1), default=None,
+                      help="class-balanced subset of N training images, for quick runs [all]")
+    data.add_argument("--skip-share", type=number(float, 0, 0.99), default=0.0,
+                      help="leave out this first share of each class's training images: what a miniature CLIP was "
+                           "trained on (tiny_clip.py --share) [0]")
+    data.add_argument("--cache-gb", type=number(float, 0), default=16.0,
+                      help="GiB of memory for the decoded images; where they need more, each is decoded when used [16]")
+    data.add_argument("--model", default=None,
+                      help="an open_clip model name, or its JSON file; tiny: the miniature of tiny_clip.py [preset]")
+    data.add_argument("--pretrained", default=None,
+                      help="an open_clip tag or a weights file, .pt or .safetensors; with --model tiny: what "
+                           "tiny_clip.py learns from [preset]")
+    data.add_argument("--template", default=None, help="zero-shot text, {} is the class name [preset]")
+    fed = parser.add_argument_group("federation")
+    fed.add_argument("--beta", type=common.concentration, default=0.1,
+                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1, paper]")
+    fed.add_argument("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
+                     help="the published splits: by --beta, a fifth of the classes a client, or even [dirichlet]")
+    fed.add_argument("--shuffle-classes", action=switch, default=False,
+                     help="shuffle the images of a class before the quantity split, DIFF-5 [off, official]")
+    fed.add_argument("--clients", type=number(int, 1), default=None, help="K; all take part [preset, paper 10 or 5]")
+    fed.add_argument("--rounds", type=number(int, 1), default=None, help="R [preset, paper 20]")
+    fed.add_argument("--local-epochs", type=number(int, 1), default=None, help="E [preset, paper 10]")
+    fed.add_argument("--aggregate", choices=("visual", "text", "both", "none"), default="visual",
+                     help="which prompts are averaged; the others stay with their client [visual]")
+    opt = parser.add_argument_group("optimiser (SGD, a cosine from one refresh to the next)")
+    opt.add_argument("--batch-size", type=number(int, 1), default=64, help="B [64, official]")
+    opt.add_argument("--lr", type=number(float, 0), default=None, help="of the text prompts [preset, official 0.1]")
+    opt.add_argument("--visual-lr", type=number(float, 0), default=None,
+                     help="of the visual prompts [preset, official 0.1]")
+    opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, official]")
+    opt.add_argument("--weight-decay", type=number(float, 0), default=0.05, help="of the prompts [0.05, official]")
+    opt.add_argument("--shared-momentum", action=switch, default=False,
+                     help="keep momentum across clients and rounds, which no real federation can, DIFF-4 [off]")
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--text-prompts", type=number(int, 0, 1000), default=16,
+                         help="tokens before each class name, shared by all classes [16, official]")
+    prompts.add_argument("--visual-prompts", type=number(int, 0, 1000), default=5,
+                         help="tokens for each prompted block [5, official]")
+    prompts.add_argument("--prompt-depth", type=number(int, 0, 1000), default=None,
+                         help="prompted blocks of the image tower, from the first [all but the last, official]")
+    prompts.add_argument("--prompt-std", type=number(float, 0), default=0.02, help="of their first values [0.02]")
+    labels = parser.add_argument_group("cooperative pseudo-labels")
+    labels.add_argument("--refresh", type=number(int, 1), default=None, help="Q, rounds a labelling lasts [preset, 5]")
+    labels.add_argument("--conf-filter", action=switch, default=True,
+                        help="count images above the confidence quantile alone (ablation) [on]")
+    labels.add_argument("--entropy-filter", action=switch, default=True,
+                        help="count images below the entropy quantile alone (ablation) [on]")
+    labels.add_argument("--conf-quantile", type=number(float, 0, 1), default=0.5, help="[0.5, official]")
+    labels.add_argument("--entropy-quantile", type=number(float, 0, 1), default=0.5,
+                        help="the 1 - q quantile of the entropy is the bound [0.5, official]")
+    labels.add_argument("--allocation", action=switch, default=True,
+                        help="the server balances the classes; off: a client's own counts are its capacities [on]")
+    labels.add_argument("--budget", choices=("ceil", "exact"), default="ceil", help="M, DIFF-1 [ceil, official]")
+    labels.add_argument("--unseen-classes", choices=("grow", "none"), default="grow",
+                        help="capacity of classes that nobody predicts, DIFF-2 [grow, official]")
+    labels.add_argument("--ceiling", choices=("integer", "float32"), default="integer",
+                        help="arithmetic of the capacities, DIFF-3 [integer]")
+    args = parser.parse_args(argv)
+
+    for name, value in PRESETS[args.dataset].items():
+        if getattr(args, name) is None:
+            # weights belong to their model: those of the preset are none for another one
+            foreign = name == "pretrained" and args.model != PRESETS[args.dataset]["model"]
+            setattr(args, name, {"tiny": "glyphs"}.get(args.model) if foreign else value)
+    if args.pretrained is None:
+        parser.error(f"--model {args.model} needs --pretrained: an open_clip tag or a weights file")
+    if args.template.count("{}") != 1:
+        parser.error(f"--template {args.template!r}: expected one {{}}, the place of the class name")
+    args.run_name = args.run_name or f"fedcopl_{args.dataset}_b{args.beta:g}_s{args.seed}"
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Model: a frozen open_clip model with prompts
+# ---------------------------------------------------------------------------------------------------------------
+
+class Text(NamedTuple):                 # texts ready for encode_text, the prompts left out
+    start: torch.Tensor                 # (1, W) embedding of the start token
+    tail: torch.Tensor                  # (C, S, W) embeddings of what follows the prompts: words and end token
+    end: torch.Tensor                   # (C,) where in the tail the end token is
+
+
+class PromptedCLIP(nn.Module):
+    """open_clip's CLIP with a ViT, frozen, its forward passes opened up for prompts and without needless work.
+
+    Exact, up to float rounding, against the plain way (append prompts as tokens, drop their outputs, 77 text tokens):
+    - a visual prompt's output is thrown away after each block, so it is only a key and a value for the image tokens;
+    - the last image block is computed for the class token alone, the last text block for the end tokens;
+    - text attention is causal: what follows the last end token is cut off, and the start token and the prompts, which
+      never see the class name, are computed once for all classes.
+    The parameters are read directly: the layout conventions of open_clip's versions make no difference.
+    """
+
+    def __init__(self, clip, tokenizer):
+        super().__init__()
+        self.clip, self.tokenizer = clip.eval().requires_grad_(False), tokenizer
+        self.vision, self.words = clip.visual.transformer.resblocks, clip.transformer.resblocks
+
+    @property
+    def scale(self):
+        return self.clip.logit_scale.exp()
+
+    def text_input(self, texts, prompts, names=None):
+        """Tokenise texts (a list of C strings) for encode_text with that many prompts before the first word."""
+        clip, limit = self.clip, len(self.clip.positional_embedding) - prompts
+        ids = self.tokenizer(texts, context_length=512)                    # room enough: nothing is cut silently
+        end = ids.argmax(1)                                                # the end token has the largest id
+        for name, size in zip(names or texts, (end + 1).tolist()):
+            if size > limit:
+                raise common.UserError(f"class {name!r} is too long: {size} tokens with start and end, and "
+                                       f"{prompts} prompts, but the text context holds {limit + prompts}; shorten "
+                                       "the name, the --template or --text-prompts")
+        embedding = clip.token_embedding(ids[:, :int(end.max()) + 1].to(clip.token_embedding.weight.device))
+        return Text(embedding[0, :1], embedding[:, 1:], (end - 1).to(embedding.device))
+
+    def encode_text(self, text, prompt=None):
+        """Unit-length features (C, D) of a Text with the text prompts (P, W) put between start token and words."""
+        clip = self.clip
+        before = text.start if prompt is None else torch.cat([text.start, prompt])          # (1 + P, W)
+        size, width = len(before), text.tail.shape[1]
+        position = clip.positional_embedding[:size + width]
+        before, tail = (before + position[:size])[None], text.tail + position[size:]        # (1, 1+P, W), (C, S, W)
+        causal = torch.ones(size + width, size + width, dtype=torch.bool, device=tail.device).tril()
+        for block in self.words[:-1]:
+            tail = residual_block(block, tail, before[0], causal[size:])
+            before = residual_block(block, before, None, causal[:size, :size])
+        tail = residual_block(self.words[-1], tail, before[0], causal[size:][text.end][:, None, None], text.end)
+        return unit_features(clip.ln_final(tail[:, 0]), clip.text_projection)
+
+    def encode_image(self, images, prompt=None):
+        """Unit-length features (B, D) of normalised images (B, 3, S, S); prompt (depth, V, W) for the first blocks."""
+        visual, depth = self.clip.visual, 0 if prompt is None or not prompt.shape[1] else len(prompt)
+        tokens = visual.conv1(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([visual.class_embedding.expand(len(tokens), 1, -1), tokens], 1)   # (B, T, W)
+        tokens = visual.ln_pre(tokens + visual.positional_embedding)
+        first = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        for i, block in enumerate(self.vision):
+            tokens = residual_block(block, tokens, prompt[i] if i < depth else None,
+                                    read=first if i == len(self.vision) - 1 else None)
+        return unit_features(visual.ln_post(tokens[:, 0]), visual.proj)
+
+
+def residual_block(block, tokens, shared=None, mask=None, read=None):
+    """One open_clip transformer block on tokens (B, T, W), which also attend to `shared` (V, W), the same for all B.
+
+    mask: bool, True where a token may look; its columns are the shared tokens, then the own ones. read (B,): the only
+    token whose output is wanted, then (B, 1, W).
+    """
+    attention, width = block.attn, block.attn.embed_dim
+    weight, bias = attention.in_proj_weight, attention.in_proj_bias
+    normed = block.ln_1(tokens)
+    if read is None:
+        query, key_value = F.linear(normed, weight, bias).split([width, 2 * width], 2)
+    else:
+        row = torch.arange(len(tokens), device=tokens.device)
+        tokens = tokens[row, read][:, None]
+        query = F.linear(normed[row, read][:, None], weight[:width], bias[:width])
+        key_value = F.linear(normed, weight[width:], bias[width:])
+    if shared is not None:
+        shared = F.linear(block.ln_1(shared), weight[width:], bias[width:])                 # (V, 2W)
+        key_value = torch.cat([shared.expand(len(tokens), -1, -1), key_value], 1)
+    query = query.unflatten(2, (attention.num_heads, -1)).transpose(1, 2)                   # (B, heads, T, W / heads)
+    key, value = key_value.unflatten(2, (2, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    tokens = tokens + block.ls_1(attention.out_proj(seen.transpose(1, 2).flatten(2)))
+    return tokens + block.ls_2(block.mlp(block.ln_2(tokens)))
+
+
+def unit_features(pooled, projection):
+    """The embedding (n, D) at unit length, in the precision of the weights also under autocast."""
+    if isinstance(projection, nn.Linear):
+        features, projection = projection(pooled), projection.weight
+    else:
+        features = pooled if projection is None else pooled @ projection
+    return F.normalize(features.to(pooled.dtype if projection is None else projection.dtype), dim=1)
+
+
+def load_clip(model, pretrained):
+    """An open_clip model by name or JSON file, with weights by tag or file: (PromptedCLIP, side, mean, std)."""
+    if model.endswith(".json"):
+        with common.blame(model):
+            open_clip.get_model_config("")                                 # the registry is read before it grows
+            open_clip.add_model_config(Path(model).resolve(strict=True))
+        model = Path(model).stem
+    config = open_clip.get_model_config(model)
+    if config is None:
+        close = get_close_matches(model, open_clip.list_models(), 1)
+        raise common.UserError(f"--model {model}: no model of open_clip {open_clip.__version__} and no .json file"
+                               + (f" (did you mean {close[0]}?)" if close else ""))
+    options = {}
+    if os.path.isfile(pretrained):
+        # OpenAI's original file is a TorchScript archive, which the safe loader refuses, and has QuickGELU
+        if zipfile.is_zipfile(pretrained) and any("/code/" in name for name in zipfile.ZipFile(pretrained).namelist()):
+            options = dict(weights_only=False, force_quick_gelu=True)
+        trouble = f"--pretrained {pretrained}: not the weights of --model {model}"
+    else:
+        tags = open_clip.list_pretrained_tags_by_model(model)
+        if pretrained not in tags:
+            raise common.UserError(f"--pretrained {pretrained}: no such file, and no tag of --model {model}"
+                                   + (f", which has {', '.join(tags)}" if tags else ""))
+        wanted = open_clip.get_pretrained_cfg(model, pretrained).get("quick_gelu", False)
+        if wanted != config.get("quick_gelu", False):
+            raise common.UserError(f"--pretrained {pretrained} was trained with{'' if wanted else 'out'} QuickGELU, "
+                                   f"--model {model} is built with{'out' if wanted else ''}: choose --model "
+                                   f"{model + '-quickgelu' if wanted else model.removesuffix('-quickgelu')}")
+        trouble = (f"--pretrained {pretrained}: the weights are not in the cache and the download failed; on a machine "
+                   "with a network, fill the hub's cache once with the same command, or save the weights there as a "
+                   f"file and give it as --pretrained FILE (.pt or .safetensors, for --model {model})")
+    try:
+        clip = open_clip.create_model(model, pretrained=pretrained, **options)
+        tokenizer = open_clip.get_tokenizer(model)
+    except Exception as error:
+        raise common.UserError(f"{trouble} ({common.one_line(error)[:300]})") from None
+    plain = (isinstance(clip, open_clip.CLIP) and isinstance(tokenizer, open_clip.SimpleTokenizer)
+             and hasattr(clip.visual, "transformer") and clip.attn_mask is not None
+             and getattr(clip.visual, "pool_type", "tok") == "tok" and getattr(clip.visual, "attn_pool", None) is None
+             and all(isinstance(block.attn, nn.MultiheadAttention) for tower in (clip.visual, clip)
+                     for block in tower.transformer.resblocks))
+    if not plain:
+        raise common.UserError(f"--model {model}: prompts need OpenAI's kind of CLIP: a ViT that reads its class "
+                               "token, and a causal text tower that reads its end token")
+    side = clip.visual.image_size
+    return (PromptedCLIP(clip, tokenizer), side[0] if isinstance(side, (tuple, list)) else side,
+            tuple(clip.visual.image_mean), tuple(clip.visual.image_std))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The paper's maths
+# ---------------------------------------------------------------------------------------------------------------
+
+def learning_rate(base, rnd, epoch, epochs, refresh):
+    """The step size of an epoch: one cosine from `base` to almost 0 over the rounds between two refreshes.
+
+    rnd and epoch count from 0. A closed form, so all clients of a round see the same.
+    """
+    place = (rnd % refresh) * epochs + epoch
+    return base * 0.5 * (1 + math.cos(math.pi * place / (epochs * refresh)))
+
+
+def estimate(prob, conf_quantile, entropy_quantile):
+    """A client's estimate of its class distribution: predictions (n, C) that pass both filters, counted by class.
+
+    The bounds are quantiles over the client's own images, and both comparisons are strict, so at most half of the
+    images pass at 0.5. A quantile of None switches a filter off. Returns the counts (C,) int64 and who passed (n,).
+    """
+    confidence, label = prob.max(1)
+    passed = torch.ones_like(label, dtype=torch.bool)
+    if conf_quantile is not None and len(prob):
+        passed &= confidence > confidence.quantile(conf_quantile)
+    if entropy_quantile is not None and len(prob):
+        entropy = torch.special.entr(prob).sum(1)                          # natural log; 0 log 0 = 0
+        passed &= entropy < entropy.quantile(1 - entropy_quantile)
+    return torch.bincount(label[passed], minlength=prob.shape[1]), passed
+
+
+def allocate(counts, n_train, iteration, budget="ceil", unseen="grow", ceiling="integer"):
+    """The server's part: how many images of each class each client may train on, (K, C) int64.
+
+    counts (K, C) int64: the uploaded estimates. Each class gets the same budget M, shared among the clients in
+    proportion to their counts of it, rounded up. A client that counted none of a class gets none of it.
+    """
+    clients, classes = counts.shape
+    of_class, total = counts.sum(0), counts.sum()                          # U (C,)
+    # DIFF-1 M is the total over C; the code rounds it up. Default: rounded up; --budget exact leaves the fraction.
+    top, bottom = (-(-total // classes), 1) if budget == "ceil" else (total, classes)
+    if ceiling == "float32":
+        # DIFF-3 u / U * M in float32 can come out just above a whole number. --ceiling float32: as the code.
+        share = counts.float() / of_class.float().clamp(min=1) * (top / bottom)
+        capacity = share.ceil().long()
+    else:
+        capacity = -(-counts * top // (of_class * bottom).clamp(min=1))    # ceil(u / U * M) in integers
+    # DIFF-2 a class that nobody predicts: a quarter of an even class share for each refresh so far, over the clients.
+    grown = -(-n_train * (iteration + 1) // (4 * classes * clients)) if unseen == "grow" else 0
+    return torch.where(of_class > 0, capacity, grown)
+
+
+def select(prob, capacity):
+    """A client's choice among all its images: of each class, by arg-max, the `capacity` (C,) most confident ones.
+
+    prob (n, C). Returns the pseudo-label of each image, -1 where it is not selected, (n,) int64. Of images with equal
+    confidence the earlier ones are chosen.
+    """
+    confidence, label = prob.max(1)
+    order = confidence.sort(descending=True, stable=True).indices
+    label = label[order]
+    place = F.one_hot(label, prob.shape[1]).cumsum(0).gather(1, label[:, None])[:, 0]       # 1 is the most confident
+    chosen = torch.full_like(label, -1)
+    chosen[order] = torch.where(place <= capacity[label], label, -1)
+    return chosen
+
+
+def drift_diversity(moved):
+    """sum_k |m_k|^2 / |sum_k m_k|^2 of the clients' updates m (K, ...); 1/K if all are equal, 1 if orthogonal.
+
+    As in Li et al., partial variance reduction, CVPR 2023. None where nothing moved, or the moves cancel.
+    """
+    moved = moved.flatten(1).double()
+    common_part = moved.sum(0).square().sum().item()
+    return moved.square().sum().item() / common_part if common_part > 0 else None
+
+
+def cosine_distance(prompts):
+    """Mean over all pairs of clients of 1 - cos between their prompts (K, ...); None with fewer than two."""
+    flat = F.normalize(prompts.flatten(1).double(), dim=1)
+    pairs = len(flat) * (len(flat) - 1)
+    return (1 - (flat.sum(0).square().sum() - flat.square().sum()) / pairs).item() if pairs and flat.numel() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Client, server, evaluation
+# ---------------------------------------------------------------------------------------------------------------
+
+class Prompts(NamedTuple):              # what each client starts the next round with; averaged prompts are all equal
+    visual: torch.Tensor                # P_v (K, depth, V, W)
+    text: torch.Tensor                  # P_t (K, P, W)
+
+
+# Differs from proxyfl.py: FederatedData, whose images have labels for some, and one test set for all
+class FederatedData(NamedTuple):        # all clients' data; a client reads its own part, and no label
+    images: torch.Tensor                # (N, 3, S, S) uint8, on the device if there is room
+    test_images: torch.Tensor
+    labels: torch.Tensor                # (N,) true labels, on the CPU: they reach the log alone
+    test_labels: torch.Tensor
+    train: list                         # one index array a client
+    test: list
+    stats: tuple                        # mean and deviation of each channel, in 0..1: the model's
+
+
+# Differs from proxyfl.py: Upload, which is a whole network there
+class Upload(NamedTuple):               # what client k ends its round with
+    visual: torch.Tensor                # P_v,k and P_t,k: those that --aggregate names are sent, the others stay
+    text: torch.Tensor
+    weight: torch.Tensor                # images it trained on, sent once a refresh; 0 without any
+    metrics: torch.Tensor               # sum of the losses, number of steps; for the log alone
+
+
+@torch.no_grad()
+def predict(clip, data, images, index, visual, words):
+    """Class probabilities (n, C) at temperature 1 of images[index], in float32; words: text features (C, D)."""
+    device, parts = words.device, []
+    for batch in common.to_device(index, images.device).split(LABEL_BATCH):
+        batch = common.normalise(images[batch].to(device), *data.stats)
+        parts.append((clip.scale * clip.encode_image(batch, visual) @ words.T).softmax(1))
+    return torch.cat(parts) if parts else words.new_zeros(0, len(words))
+
+
+def label_images(args, iteration, ranks, clip, text, zero_shot, data, prompts):
+    """The refresh: estimation on the clients, allocation on the server, selection on the clients, in that order.
+
+    The first one asks zero-shot CLIP, its text features being `zero_shot`; later ones each client's own model.
+    Returns on all ranks the pseudo-labels of all images (N,), -1 where not selected, and the per-class LABEL_COLUMNS.
+    """
+    classes, largest = len(zero_shot), max(map(len, data.train))
+    probs, counts, predicted = [], [], []
+    for client in ranks.mine(range(args.clients)):
+        visual = prompts.visual[client] if iteration else None
+        with torch.no_grad():
+            words = clip.encode_text(text, prompts.text[client]) if iteration else zero_shot
+        probs.append(predict(clip, data, data.images, data.train[client], visual, words))
+        counts.append(estimate(probs[-1], args.conf_quantile if args.conf_filter else None,
+                               args.entropy_quantile if args.entropy_filter else None)[0].cpu())
+    counts = ranks.gather(counts, args.clients)
+    capacity = torch.zeros(args.clients, classes, dtype=torch.int64)
+    if ranks.first:
+        capacity = counts = torch.stack(counts)
+        if args.allocation:
+            capacity = allocate(counts, len(data.images), iteration, args.budget, args.unseen_classes, args.ceiling)
+    capacity = ranks.broadcast(capacity)
+    answers = []
+    for client, prob in zip(ranks.mine(range(args.clients)), probs):
+        answer = torch.full((2, largest), -1)                              # selected label; for the log, the arg-max
+        answer[:, :len(prob)] = torch.stack([select(prob, capacity[client].to(prob.device)), prob.argmax(1)]).cpu()
+        answers.append(answer)
+    answers = ranks.gather(answers, args.clients)
+    pseudo_label, table = torch.full((len(data.images),), -1), torch.zeros(len(LABEL_COLUMNS), classes).long()
+    if ranks.first:
+        predicted = torch.full_like(pseudo_label, -1)
+        for own, answer in zip(data.train, answers):
+            pseudo_label[own], predicted[own] = answer[:, :len(own)]
+        # For the log: the only place where true labels of training images are read
+        chosen, truth = pseudo_label >= 0, data.labels
+        parts = truth, predicted, predicted[predicted == truth], pseudo_label[chosen], truth[pseudo_label == truth]
+        by_class = [torch.bincount(part, minlength=classes) for part in parts]
+        table = torch.stack([by_class[0], by_class[1], by_class[2], counts.sum(0), capacity.sum(0), *by_class[3:]])
+    return ranks.broadcast(pseudo_label), ranks.broadcast(table)
+
+
+LABEL_COLUMNS = ("images", "predicted", "predicted_correct", "estimated", "capacity", "selected", "selected_correct")
+
+
+# Differs from proxyfl.py: client_update, which trains a network there
+def client_update(args, rnd, client, clip, text, data, prompts, pseudo_label, learned, optimizer):
+    """Local training of client k from the prompts that it holds. Returns its Upload. rnd counts from 0.
+
+    learned: this process's two trainable prompts, which are overwritten; pseudo_label (N,): all clients' selections.
+    """
+    for parameter, value in zip(learned, prompts):
+        parameter.data.copy_(value[client])
+    if not args.shared_momentum:                                           # DIFF-4
+        optimizer.state.clear()
+    device, rng = learned.text.device, common.stream(args.seed, "client", rnd, client)
+    own = data.train[client]
+    own = own[pseudo_label[own].numpy() >= 0]
+    loss_sum, steps = torch.zeros((), device=device), 0
+    for epoch in range(args.local_epochs if len(own) else 0):
+        for group, base in zip(optimizer.param_groups, (args.visual_lr, args.lr)):
+            group["lr"] = learning_rate(base, rnd, epoch, args.local_epochs, args.refresh)
+        order = own[rng.permutation(len(own))]
+        index = common.to_device(order, data.images.device)
+        target = common.to_device(pseudo_label[order].numpy(), device)
+        for batch, label in zip(index.split(args.batch_size), target.split(args.batch_size)):
+            images = common.normalise(data.images[batch].to(device, non_blocking=True), *data.stats)
+            with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+                features = clip.encode_image(images, learned.visual)
+                words = clip.encode_text(text, learned.text)
+            loss = F.cross_entropy(clip.scale * features @ words.T, label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss_sum += loss.detach()
+            steps += 1
+    return Upload(*(value.detach().clone() for value in learned), torch.tensor(float(len(own)), device=device),
+                  torch.stack([loss_sum, loss_sum.new_tensor(float(steps))]))
+
+
+# Differs from proxyfl.py: server_update, which averages networks and tunes proxies there
+def server_update(args, received, uploads):
+    """Average the prompts that --aggregate names, weighted by selected images; the others stay with their client."""
+    weights = torch.stack([upload.weight for upload in uploads]).double().cpu()
+    result = []
+    for name, old in received._asdict().items():
+        new = torch.stack([getattr(upload, name) for upload in uploads])
+        if args.aggregate in (name, "both"):
+            average = old[0]                                               # nobody trained: keep what there was
+            if weights.sum() > 0:
+                average = sum(weight * own for weight, own in zip((weights / weights.sum()).tolist(), new))
+            new = average.expand_as(old).clone()
+        result.append(new)
+    return Prompts(*result)
+
+
+# Differs from proxyfl.py: evaluate, where all clients share one model and one test set
+def evaluate(client, clip, data, visual, words):
+    """Client k's model on its own test images: correct answers and images, (2,) int64."""
+    own = data.test[client]
+    answer = predict(clip, data, data.test_images, own, visual, words).argmax(1).cpu()
+    return torch.tensor([int((answer == data.test_labels[own]).sum()), len(own)])
+
+
+def accuracies(scores):
+    """From the clients' (correct, images): mean over the clients that have test images, and of all images, in %."""
+    correct, images = torch.stack(scores).double().unbind(1)
+    return 100 * (correct / images)[images > 0].mean().item(), 100 * (correct.sum() / images.sum()).item()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------------------------------------------
+
+# Differs from proxyfl.py: prepare_data, which splits off labelled images there
+def prepare_data(args, device, side, stats):
+    """Load, split and place the data: FederatedData, class names, facts for config.json."""
+    source = common.load_dataset(args.dataset, args.data_dir, side, args.train_subset, clip=True,
+                                 skip_share=args.skip_share, memory_gb=args.cache_gb)
+    train_labels, test_labels = source.train_labels, source.test_labels
+    state = common.clip_random_state(len(source.class_names), args.split_seed)
+    # DIFF-5 --shuffle-classes: see common.clip_partition
+    parts = common.clip_partition(train_labels.numpy(), test_labels.numpy(), args.clients, args.beta, args.partition,
+                                  state, args.shuffle_classes)
+    images = [source.train_images, source.test_images]
+    if device.type == "cuda" and sum(map(len, images)) * 3 * side ** 2 < 0.5 * torch.cuda.mem_get_info(device)[0]:
+        images = [part.to(device) if isinstance(part, torch.Tensor) else part for part in images]
+    data = FederatedData(*images, train_labels, test_labels, *parts, stats)
+    return data, source.class_names, {"data_source": source.source, "data_fingerprint": common.fingerprint(source)}
+
+
+def prepare_model(args):
+    """The model of --model and --pretrained; the miniature is made first and is then a model file like any other."""
+    if args.model != "tiny":
+        return load_clip(args.model, args.pretrained)
+    try:
+        import tiny_clip
+    except ImportError:
+        raise common.UserError("--model tiny is made by tiny_clip.py, which is not here; give --model and --pretrained"
+                               ) from None
+    return load_clip(*map(str, tiny_clip.make(args.pretrained, args.data_dir)))
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    ranks = common.Ranks(args.device)
+    device = ranks.device
+    args.amp = device.type == "cuda" if args.amp is None else args.amp
+    if args.shared_momentum and ranks.world > 1:
+        raise common.UserError(f"--shared-momentum trains one client after another: not with {ranks.world} ranks")
+    run = common.RunFolder(args.out_dir, args.run_name, vars(args) | {}, args.resume, args.overwrite, ranks.first)
+    checkpoint = run.load_checkpoint()
+    clip, side, *stats = ranks.first_then_others(lambda: prepare_model(args))
+    clip = clip.to(device)
+    layers = len(clip.vision)
+    if args.prompt_depth is not None and args.prompt_depth > layers:
+        raise common.UserError(f"--prompt-depth {args.prompt_depth}: the image tower has {layers} blocks")
+    data, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, device, side, tuple(stats)))
+    classes = len(class_names)
+    zero_shot = clip.text_input([args.template.format(name) for name in class_names], 0, class_names)
+    zero_shot = clip.encode_text(zero_shot)
+    text = clip.text_input([f"{name}." for name in class_names], args.text_prompts, class_names)
+    weights = hashlib.sha256()
+    for name, value in sorted(clip.state_dict().items()):
+        weights.update(name.encode() + value.cpu().contiguous().numpy().tobytes())
+    facts["weights_fingerprint"] = weights.hexdigest()[:16]
+
+    depth = layers - 1 if args.prompt_depth is None else args.prompt_depth
+    shapes = ((depth, args.visual_prompts, clip.clip.visual.conv1.out_channels), (args.text_prompts, text.tail.shape[2]))
+    prompts = Prompts(*(common.to_device(
+        common.stream(args.seed, "init", name).normal(0, args.prompt_std, shape).astype(np.float32), device
+        ).repeat(args.clients, *(1,) * len(shape)) for name, shape in zip(Prompts._fields, shapes)))
+    learned = Prompts(*(nn.Parameter(value[0].clone()) for value in prompts))
+    optimizer = torch.optim.SGD([{"params": [value]} for value in learned], 0.1, args.momentum,
+                                weight_decay=args.weight_decay)
+    pseudo_label, tables = None, torch.zeros(0, len(LABEL_COLUMNS), classes).long()
+    if checkpoint:
+        prompts = Prompts(*(checkpoint[name].to(device) for name in Prompts._fields))
+        pseudo_label, tables, run.extra = checkpoint["pseudo_label"], checkpoint["tables"], checkpoint["zero_shot"]
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    sent = 4 * sum(value[0].numel() for name, value in prompts._asdict().items() if args.aggregate in (name, "both"))
+
+    table = common.client_table(class_names, train=(data.labels, data.train), test=(data.test_labels, data.test))
+    with run:
+        run.open(device, table, **facts)
+        if ranks.first:
+            print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
+            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
+            print(f"{facts['data_source']}: {len(data.images)} training and {len(data.test_images)} test images of "
+                  f"{side} px | {sum(value.numel() for value in learned):,} trained numbers a client")
+            per_class = torch.bincount(data.labels, minlength=classes).tolist()
+            print(f"{classes} classes: " + ", ".join(f"{name} {n}" for name, n in zip(class_names, per_class)))
+            common.print_table(table, class_names, ("train", "test"))
+        if not run.extra:
+            scores = ranks.gather([evaluate(client, clip, data, None, zero_shot)
+                                   for client in ranks.mine(range(args.clients))], args.clients)
+            if ranks.first:
+                run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
+        if ranks.first:
+            print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
+                  f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
+        start_round = len(run.rows)
+        for rnd in tqdm(range(start_round, args.rounds), initial=start_round, total=args.rounds, unit="round",
+                        disable=None if ranks.first else True):
+            start = time.perf_counter()
+            if rnd % args.refresh == 0:
+                pseudo_label, table = label_images(args, rnd // args.refresh, ranks, clip, text, zero_shot, data,
+                                                   prompts)
+                tables = torch.cat([tables, table[None]])
+            uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, pseudo_label, learned,
+                                                  optimizer) for client in ranks.mine(range(args.clients))],
+                                   args.clients)
+            before = prompts
+            prompts = ranks.broadcast(server_update(args, prompts, uploads) if ranks.first else prompts)
+            scores = []
+            for client in ranks.mine(range(args.clients)):
+                with torch.no_grad():
+                    words = clip.encode_text(text, prompts.text[client])
+                scores.append(evaluate(client, clip, data, prompts.visual[client], words))
+            scores = ranks.gather(scores, args.clients)
+            if ranks.first:
+                row = round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent,
+                                time.perf_counter() - start)
+                check_finite(row, prompts)
+                run.save_table("pseudo_labels.csv", label_rows(args, tables, class_names))
+                momentum = optimizer.state_dict()
+                if not args.shared_momentum:                               # of no use to the next client, see DIFF-4
+                    momentum["state"] = {}
+                run.save_round(row, prompts._asdict() | {"pseudo_label": pseudo_label, "tables": tables,
+                                                         "zero_shot": run.extra, "optimizer": momentum})
+                tqdm.write(round_line(row, args.rounds))
+        run.plot({"accuracy (%)": ["client_acc_mean_pct", "pooled_acc_pct"],
+                  "pseudo-labels (%)": ["pl_acc_pct", "pl_all_acc_pct", "pl_used_pct", "pl_gap_pct"],
+                  "loss": ["loss_unsup"],
+                  "drift": ["drift_visual", "drift_text", "distance_visual", "distance_text"]})
+    if ranks.first:
+        run.print_summary()
+
+
+# Differs from proxyfl.py: round_row, which has other columns
+def round_row(args, rnd, accuracy, uploads, before, table, sent, seconds):
+    """One row of rounds.csv; None where a value does not exist in this round."""
+    table = dict(zip(LABEL_COLUMNS, table))
+    images, selected = table["images"].sum().item(), table["selected"].sum().item()
+    loss_sum, steps = torch.stack([upload.metrics for upload in uploads]).double().sum(0).tolist()
+    active = [k for k, upload in enumerate(uploads) if upload.weight > 0]
+    refreshed = rnd % args.refresh == 0
+    gap = None
+    if selected:                                                           # total variation from the true classes
+        gap = 50 * (table["selected"] / selected - table["images"] / images).abs().sum().item()
+    row = {"round": rnd + 1, "test_acc_pct": accuracy[0], "client_acc_mean_pct": accuracy[0],
+           "pooled_acc_pct": accuracy[1], "loss_unsup": loss_sum / steps if steps else None,
+           "pl_used_pct": 100 * selected / images,
+           "pl_acc_pct": 100 * table["selected_correct"].sum().item() / selected if selected else None,
+           "pl_all_acc_pct": 100 * table["predicted_correct"].sum().item() / images,
+           "pl_gap_pct": gap, "selected": selected}
+    for name in Prompts._fields:
+        now = [getattr(uploads[k], name) for k in active]
+        old = getattr(before, name)
+        row[f"drift_{name}"] = drift_diversity(torch.stack([a - old[k] for a, k in zip(now, active)])) if now else None
+        row[f"distance_{name}"] = cosine_distance(torch.stack(now)) if now else None
+    # a refresh costs each client its counts up, its capacities down and its number of selected images up
+    exchanged = 4 * len(table["images"]) * args.clients if refreshed and args.allocation else 0
+    weights_up = 4 * args.clients if refreshed and sent else 0
+    return row | {"clients_trained": len(active), "clients_empty": args.clients - len(active),
+                  "bytes_up": sent * len(active) + exchanged + weights_up,
+                  "bytes_down": sent * args.clients + exchanged, "seconds": seconds}
+
+
+def label_rows(args, tables, class_names):
+    """Rows of pseudo_labels.csv: each refresh, class by class, what was predicted, allowed and selected."""
+    return [{"round": 1 + number * args.refresh, "class": name} | dict(zip(LABEL_COLUMNS, values))
+            for number, table in enumerate(tables) for name, values in zip(class_names, table.T.tolist())]
+
+
+# Differs from proxyfl.py: check_finite, which looks at a network
+def check_finite(row, prompts):
+    """Stop before anything that is not a number is written or sent on."""
+    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    broken += [f"{name} prompt" for name, value in prompts._asdict().items() if not value.isfinite().all()]
+    if broken:
+        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
+
+
+# Differs from proxyfl.py: round_line, which has other columns
+def round_line(row, rounds):
+    """What the screen shows of a round."""
+    shown = {key: "n/a" if value is None else f"{value:.3g}" for key, value in row.items()}
+    parts = [f"round {row['round']}/{rounds}", f"acc {row['client_acc_mean_pct']:.2f}",
+             f"pooled {row['pooled_acc_pct']:.2f}", f"loss_unsup {shown['loss_unsup']}",
+             f"pseudo-labels {row['selected']} right {shown['pl_acc_pct']}%"]
+    if row["clients_empty"]:
+        parts.append(f"{row['clients_empty']} clients without selected images skipped")
+    return " | ".join([*parts, f"{row['seconds']:.1f} s"])
+
+
+if __name__ == "__main__":
+    common.launch(main)
