@@ -344,12 +344,12 @@ class RunFolder:
         else:
             config = {"script": self.script.name, "settings": self.settings, **facts, **here}
             try:
-                if self.overwrite and self.path.exists():
-                    shutil.rmtree(self.path)
                 self.path.mkdir(parents=True, exist_ok=True)
+                self._lock()
+                for old in self.path.iterdir() if self.overwrite else ():      # not the folder itself: it has the lock
+                    shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
             except OSError as error:
                 raise UserError(f"--out-dir: cannot write {self.path} ({error.strerror})") from None
-            self._lock()
         self._replace("config.json", lambda file: file.write_text(json.dumps(config, indent=1), encoding="utf-8"))
         if self.rows:
             _write_csv(self.path / "rounds.csv", self.rows)          # drops a round whose checkpoint was never written
