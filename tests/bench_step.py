@@ -1,25 +1,35 @@
-"""How fast is a local step of ProxyFL, measured against a plain matrix product of the same machine in the same run?
+"""How fast is a local step, measured against a yardstick of the same machine in the same run?
 
-    python tests/bench_step.py                               # this machine, the paper's size (width 64, 128 + 2 x 256)
+    python tests/bench_step.py                               # ProxyFL at the paper's size (width 64, 128 + 2 x 256)
     python tests/bench_step.py --device cuda --amp --compile --csv results/bench.csv
+    python tests/bench_step.py --method fedcopl              # FedCoPL, ViT-B/32: a training step and a labelling pass
 
-Random images; the code that runs is proxyfl.client_update itself. FLOPs are counted by torch (convolutions and matrix
-products, forward and backward, the teacher included; one multiply-add is two). Not collected by pytest.
+ProxyFL's yardstick is a plain matrix product; FLOPs are counted by torch (convolutions and matrix products, forward and
+backward, the teacher included; one multiply-add is two). FedCoPL's is the plain forward of tests/plain_clip.py: prompts
+appended as tokens and dropped after each block, 77 text tokens, texts encoded again for every batch. Random images and
+weights; the code that runs is client_update and predict of the scripts themselves. Not collected by pytest.
 """
 
 import argparse
 import csv
+import logging
+import resource
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import open_clip
+import plain_clip
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
+import fedcopl
 import proxyfl
 
 
@@ -44,21 +54,42 @@ def matmul_gflops(device, dtype):
     return 2 * side**3 / seconds(lambda: a @ b, device, 10) / 1e9
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--mu", type=int, default=2)
-    parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4, help="steps a timed client has")
-    parser.add_argument("--repeats", type=int, default=3, help="timed clients; the median counts")
-    parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
-    parser.add_argument("--csv", type=Path, help="append the figures to this file")
-    options = parser.parse_args()
-    device = common.choose_device(options.device)
+def peak_gib(device):
+    """Of the device's memory since the last reset, or of the whole process so far on a CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
 
+
+def host_syncs(function, device):
+    """Whether the function makes the host wait for the GPU: none, found (...), or not on a GPU."""
+    if device.type != "cuda":
+        return "not on a GPU"
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+        return "none"
+    except RuntimeError as error:
+        return f"found ({error})"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def report(result, file):
+    """Print one line; append a row to the CSV file."""
+    print(" | ".join(f"{key} {value}" for key, value in result.items()), flush=True)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = not file.exists()
+        with open(file, "a", newline="") as table:
+            writer = csv.DictWriter(table, result)
+            if new:
+                writer.writeheader()
+            writer.writerow(result)
+
+
+def bench_proxyfl(options, device):
+    """A local step of ProxyFL with its augmentation."""
     args = proxyfl.parse_args(
         [
             "--dataset",
@@ -102,15 +133,8 @@ def main():
     if options.compile:
         net.compile(), teacher.compile()
     client()
-    syncs = "not on a GPU"
+    syncs = host_syncs(client, device)
     if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            client()
-            syncs = "none"
-        except RuntimeError as error:
-            syncs = f"found ({error})"
-        torch.cuda.set_sync_debug_mode("default")
         torch.cuda.reset_peak_memory_stats()
 
     dtype = torch.bfloat16 if options.amp else torch.float32
@@ -156,17 +180,113 @@ def main():
         "ratio": round(flops / step / 1e9 / matmul, 3),
         "augment_pct": round(100 * views / step, 2),
         "host_syncs": syncs,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else "",
+        "peak_gib": peak_gib(device),
     }
-    print(" | ".join(f"{key} {value}" for key, value in result.items()))
-    if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        new = not options.csv.exists()
-        with open(options.csv, "a", newline="") as file:
-            writer = csv.DictWriter(file, result)
-            if new:
-                writer.writeheader()
-            writer.writerow(result)
+    report(result, options.csv)
+
+
+def bench_fedcopl(options, device):
+    """A training step and a labelling pass of FedCoPL for each number of classes, against the plain forward."""
+    logging.disable(logging.WARNING)  # of open_clip: random weights are wanted
+    torch.manual_seed(0)
+    net, tokenizer = open_clip.create_model(options.model), open_clip.get_tokenizer(options.model)
+    net.logit_scale.data.fill_(np.log(100))
+    clip = fedcopl.PromptedCLIP(net, tokenizer).to(device)
+    args = fedcopl.parse_args(["--dataset", "dtd", "--local-epochs", "1", "--batch-size", str(options.batch_size)])
+    args.amp = options.amp
+    side = net.visual.image_size[0]
+    n, rng = options.steps * options.batch_size, np.random.default_rng(0)
+    images = torch.from_numpy(rng.integers(0, 256, (n, 3, side, side), dtype=np.uint8)).to(device)
+    owned = [np.arange(n)]
+    data = fedcopl.FederatedData(images, images, torch.zeros(n), torch.zeros(n), owned, owned, ((0.5,) * 3, (0.3,) * 3))
+    shapes = (1, len(clip.vision) - 1, 5, net.visual.conv1.out_channels), (1, 16, net.positional_embedding.shape[1])
+    prompts = fedcopl.Prompts(*(0.02 * torch.randn(shape, device=device) for shape in shapes))
+    learned = fedcopl.Prompts(*(nn.Parameter(value[0].clone()) for value in prompts))
+    optimizer = torch.optim.SGD([{"params": [value]} for value in learned], 0.1, 0.9, weight_decay=0.05)
+    for classes in options.classes or (10, 47, 100, 200):
+        names = [f"class number {i}" for i in range(classes)]  # 22 tokens with the prompts and the period, like DTD's
+        text = clip.text_input([f"{name}." for name in names], 16)
+        label = torch.from_numpy(rng.integers(0, classes, n))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+        def train():
+            fedcopl.client_update(args, 0, 0, clip, text, data, prompts, label, learned, optimizer)
+
+        def train_plainly():
+            for batch, target in zip(images.split(options.batch_size), label.to(device).split(options.batch_size)):
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
+                    features = plain_clip.image_features(net, common.normalise(batch, *data.stats), learned.visual)
+                    words = plain_clip.text_features(net, tokenizer, names, learned.text)
+                loss = F.cross_entropy(clip.scale * features.float() @ words.float().T, target)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        @torch.no_grad()
+        def predict():
+            words = clip.encode_text(text, learned.text)
+            return fedcopl.predict(clip, data, images, owned[0], learned.visual, words)
+
+        @torch.no_grad()
+        def predict_plainly():
+            parts = []
+            for batch in images.split(options.batch_size):
+                features = plain_clip.image_features(net, common.normalise(batch, *data.stats), learned.visual)
+                words = plain_clip.text_features(net, tokenizer, names, learned.text)
+                parts.append((clip.scale * features @ words.T).softmax(1))
+            return torch.cat(parts)
+
+        error = (predict() - predict_plainly()).abs().max().item()
+        syncs = host_syncs(train, device)
+        step = seconds(train, device, options.repeats) / options.steps
+        peak = peak_gib(device)
+        labelling = seconds(predict, device, options.repeats) / options.steps
+        plain_step = seconds(train_plainly, device, options.repeats) / options.steps
+        plain_labelling = seconds(predict_plainly, device, options.repeats) / options.steps
+        result = {
+            "device": common.device_name(device),
+            "torch": torch.__version__,
+            "model": options.model,
+            "amp": options.amp,
+            "batch": options.batch_size,
+            "classes": classes,
+            "step_s": round(step, 4),
+            "plain_step_s": round(plain_step, 4),
+            "step_ratio": round(plain_step / step, 2),
+            "label_batch_s": round(labelling, 4),
+            "plain_label_batch_s": round(plain_labelling, 4),
+            "label_ratio": round(plain_labelling / labelling, 2),
+            "max_prob_error": f"{error:.1e}",
+            "host_syncs": syncs,
+            "peak_gib": peak,
+        }
+        report(result, options.csv)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--method", choices=("proxyfl", "fedcopl"), default="proxyfl")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch-size", type=int, default=None, help="default: the paper's, 128 or 64")
+    parser.add_argument("--classes", type=int, nargs="*", help="default: 10; fedcopl: 10 47 100 200")
+    parser.add_argument("--width", type=int, default=64, help="proxyfl")
+    parser.add_argument("--mu", type=int, default=2, help="proxyfl")
+    parser.add_argument("--model", default="ViT-B-32-quickgelu", help="fedcopl: an open_clip model")
+    parser.add_argument("--steps", type=int, default=None, help="steps a timed client has; default 4, fedcopl 1")
+    parser.add_argument("--repeats", type=int, default=3, help="timed clients; the median counts")
+    parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="proxyfl")
+    parser.add_argument("--csv", type=Path, help="append the figures to this file")
+    options = parser.parse_args()
+    device = common.choose_device(options.device)
+    if options.method == "fedcopl":
+        options.batch_size, options.steps = options.batch_size or 64, options.steps or 1
+        bench_fedcopl(options, device)
+    else:
+        options.batch_size, options.steps = options.batch_size or 128, options.steps or 4
+        options.classes = (options.classes or [10])[0]
+        bench_proxyfl(options, device)
 
 
 if __name__ == "__main__":
