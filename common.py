@@ -527,14 +527,46 @@ class Dataset(NamedTuple):
     test_images: torch.Tensor
     test_labels: torch.Tensor
     class_names: list[str]          # class_names[label]
-    source: str                     # "embedded", "original files" or "image folders": say which when you quote a result
+    source: str                     # where images and split are from: say it when you quote a result
 
 
-DATASETS = ("digits", "cifar10", "cifar100", "svhn", "cinic10", "fashionmnist", "folder")
+DATASETS = ("digits", "cifar10", "cifar100", "svhn", "cinic10", "fashionmnist", "dtd", "resisc45", "cub", "ucf101",
+            "eurosat", "flowers102", "folder")
+ALIASES = {                         # other names of a data set and of its folder, as squeeze() gives them
+    "dtd": ("describabletextures",), "resisc45": ("nwpuresisc45", "resisc45clip"), "cub": ("cub200", "cub2002011"),
+    "ucf101": ("ucf101midframes",), "eurosat": ("eurosatrgb",),
+    "flowers102": ("flowers", "oxfordflowers", "oxfordflowers102", "oxford102flowers")}
+INNER_FOLDERS = {"resisc45": ("images",), "eurosat": ("2750",), "ucf101": ("ucftraintestlist",)}
 DIGITS = [str(digit) for digit in range(10)]
 CLASS_NAMES = {                     # in the official order of the label ids; "folder" sorts the names it finds
     "digits": DIGITS, "svhn": DIGITS, "fashionmnist": FashionMNIST.classes,
     "cifar10": "airplane automobile bird cat deer dog frog horse ship truck".split(),
+    "eurosat": """AnnualCrop Forest HerbaceousVegetation Highway Industrial Pasture PermanentCrop Residential River
+        SeaLake""".split(),
+    "dtd": """banded blotchy braided bubbly bumpy chequered cobwebbed cracked crosshatched crystalline dotted fibrous
+        flecked freckled frilly gauzy grid grooved honeycombed interlaced knitted lacelike lined marbled matted meshed
+        paisley perforated pitted pleated polka-dotted porous potholed scaly smeared spiralled sprinkled stained
+        stratified striped studded swirly veined waffled woven wrinkled zigzagged""".split(),
+    "resisc45": """airplane airport baseball_diamond basketball_court beach bridge chaparral church circular_farmland
+        cloud commercial_area dense_residential desert forest freeway golf_course ground_track_field harbor
+        industrial_area intersection island lake meadow medium_residential mobile_home_park mountain overpass palace
+        parking_lot railway railway_station rectangular_farmland river roundabout runway sea_ice ship snowberg
+        sparse_residential stadium storage_tank tennis_court terrace thermal_power_station wetland""".split(),
+    "flowers102": [name.strip() for name in """
+        pink primrose, hard-leaved pocket orchid, canterbury bells, sweet pea, english marigold, tiger lily, moon
+        orchid, bird of paradise, monkshood, globe thistle, snapdragon, colt's foot, king protea, spear thistle,
+        yellow iris, globe-flower, purple coneflower, peruvian lily, balloon flower, giant white arum lily, fire
+        lily, pincushion flower, fritillary, red ginger, grape hyacinth, corn poppy, prince of wales feathers,
+        stemless gentian, artichoke, sweet william, carnation, garden phlox, love in the mist, mexican aster, alpine
+        sea holly, ruby-lipped cattleya, cape flower, great masterwort, siam tulip, lenten rose, barbeton daisy,
+        daffodil, sword lily, poinsettia, bolero deep blue, wallflower, marigold, buttercup, oxeye daisy, common
+        dandelion, petunia, wild pansy, primula, sunflower, pelargonium, bishop of llandaff, gaura, geranium, orange
+        dahlia, pink-yellow dahlia?, cautleya spicata, japanese anemone, black-eyed susan, silverbush, californian
+        poppy, osteospermum, spring crocus, bearded iris, windflower, tree poppy, gazania, azalea, water lily, rose,
+        thorn apple, morning glory, passion flower, lotus, toad lily, anthurium, frangipani, clematis, hibiscus,
+        columbine, desert-rose, tree mallow, magnolia, cyclamen, watercress, canna lily, hippeastrum, bee balm, ball
+        moss, foxglove, bougainvillea, camellia, mallow, mexican petunia, bromelia, blanket flower, trumpet creeper,
+        blackberry lily""".split(",")],
     "cifar100": """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
         camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur
         dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
@@ -543,13 +575,46 @@ CLASS_NAMES = {                     # in the official order of the label ids; "f
         shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
         television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()}
 CLASS_NAMES["cinic10"] = CLASS_NAMES["cifar10"]
+CLASS_COUNT = {"cub": 200, "ucf101": 101}          # their names come with the files
+EUROSAT_WORDS = ("annual crop land, forest, brushland or shrubland, highway or road, "      # as GRIP has them
+                 "industrial buildings or commercial buildings, pasture land, permanent crop land, "
+                 "residential buildings or homes or apartments, river, lake or sea").split(", ")
 CIFAR = {"cifar10": CIFAR10, "cifar100": CIFAR100}
-ORIGINALS = {                       # name -> folder below data_dir, and (file, URL, MD5) as torchvision knows them
-    "cifar10": ("", [(CIFAR10.filename, CIFAR10.url, CIFAR10.tgz_md5)]),
-    "cifar100": ("", [(CIFAR100.filename, CIFAR100.url, CIFAR100.tgz_md5)]),
-    "svhn": ("svhn", [(file, url, md5) for url, file, md5 in (SVHN.split_list["train"], SVHN.split_list["test"])]),
-    "fashionmnist": ("FashionMNIST/raw", [(f, FashionMNIST.mirrors[0] + f, md5) for f, md5 in FashionMNIST.resources])}
-CINIC_URL = "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz"
+OXFORD = "https://www.robots.ox.ac.uk/~vgg/data/"
+EUROSAT_URL = ("https://huggingface.co/datasets/torchgeo/eurosat/resolve/"
+               "c877bcd43f099cd0196738f714544e355477f3fd/EuroSAT.zip")
+# name -> folder below data_dir, and for each original file: what to look for, in this order ("x/" is a folder; what
+# an archive unpacks to comes before it), and URL and MD5 as torchvision knows them, None where there is no download
+ORIGINALS = {
+    "cifar10": ("", [(("data_batch_1", CIFAR10.filename), CIFAR10.url, CIFAR10.tgz_md5)]),
+    "cifar100": ("", [(("train", CIFAR100.filename), CIFAR100.url, CIFAR100.tgz_md5)]),
+    "svhn": ("svhn", [((file,), url, md5) for url, file, md5 in (SVHN.split_list["train"], SVHN.split_list["test"])]),
+    "fashionmnist": ("FashionMNIST/raw", [((file, file.removesuffix(".gz")), FashionMNIST.mirrors[0] + file, md5)
+                                          for file, md5 in FashionMNIST.resources]),
+    "dtd": ("dtd", [(("labels/train1.txt", "dtd-r1.0.1.tar.gz"), OXFORD + "dtd/download/dtd-r1.0.1.tar.gz",
+                     "fff73e5086ae6bdbea199a49dfb8a4c1")]),
+    "flowers102": ("flowers-102", [
+        (("jpg/", "102flowers.tgz"), OXFORD + "flowers/102/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa"),
+        (("imagelabels.mat",), OXFORD + "flowers/102/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d"),
+        (("setid.mat",), OXFORD + "flowers/102/setid.mat", "a5357ecc9cb78c4bef273ce3793fc85c")]),
+    "eurosat": ("eurosat", [(("AnnualCrop/", "EuroSAT.zip"), EUROSAT_URL, "c8fa014336c82ac7804f0398fcb19387")]),
+    "resisc45": ("", [(("airplane/",), None, None)]),
+    "cub": ("", [(("images.txt",), None, None)]),
+    "ucf101": ("", [(("split_zhou_UCF101.json", "trainlist01.txt"), None, None),
+                    (("Apply_Eye_Makeup/", "ApplyEyeMakeup/"), None, None)])}
+UNPACKED = {"cifar10": CIFAR10.base_folder, "cifar100": CIFAR100.base_folder, "dtd": "dtd/dtd",
+            "flowers102": "flowers-102/jpg", "eurosat": "eurosat/2750"}
+BY_HAND = {                         # name -> the original layout below data_dir, if it is read, and where to get it
+    "cinic10": ("", "unpack CINIC-10.tar.gz (https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz) "
+                "into that folder's parent"),
+    "resisc45": ("NWPU-RESISC45/<class>/*.jpg (with train.json, val.json and test.json there, their split)",
+                 "get NWPU-RESISC45 from https://huggingface.co/datasets/torchgeo/resisc45, the lists, if you want "
+                 "them, from https://github.com/Computer-Vision-in-the-Wild/DataDownload (resisc45_clip)"),
+    "cub": ("CUB_200_2011/{images.txt,image_class_labels.txt,train_test_split.txt,classes.txt,images/}",
+            "get CUB_200_2011.tgz from https://data.caltech.edu/records/65de6-vp158"),
+    "ucf101": ("ucf101/{split_zhou_UCF101.json,UCF-101-midframes/<Class_Name>/*.jpg} (or, instead of the .json, "
+               "trainlist01.txt and testlist01.txt)",
+               "get both from https://github.com/KaiyangZhou/CoOp/blob/main/DATASETS.md#ucf101")}
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 
 
@@ -561,15 +626,17 @@ def squeeze(text):
 def dataset_name(text, among=DATASETS):
     """The canonical name of one of these data sets; upper case, '-', '_' and spaces do not matter."""
     name = squeeze(text)
+    name = next((official for official, others in ALIASES.items() if name in others), name)
     if name not in among:
         close = difflib.get_close_matches(name, among, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(f"--dataset {text}: unknown data set{hint}; there are {', '.join(among)}")
+        hint = f" (did you mean {close[0]}?)" if close and name not in DATASETS else ""
+        problem = "not a data set of this script" if name in DATASETS else "unknown data set"
+        raise UserError(f"--dataset {text}: {problem}{hint}; there are {', '.join(among)}")
     return name
 
 
 def readable(text):
-    """A class name as words: '012.Yellow_headed_Blackbird', 'ApplyEyeMakeup', 'T-shirt/top'; digits stay as they are."""
+    """A class name as words: '012.Yellow_headed_Blackbird', 'ApplyEyeMakeup', 'T-shirt/top'; '7' stays as it is."""
     text = re.sub(r"^(\d+[\s._-]+)+(?=[^\W\d_])", "", text)                 # an index before the name
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text.replace("_", " ").replace("/", " or "))
     return " ".join(text.split())
@@ -577,7 +644,8 @@ def readable(text):
 
 def prompt_names(name, class_names):
     """Class names as CLIP should read them, in the same order; no two may be the same to it."""
-    words = [readable(text) for text in class_names]
+    words = EUROSAT_WORDS if name == "eurosat" else [readable(text) for text in class_names]
+    words = [text.lower() for text in words] if name == "cub" else list(words)
     first = {}
     for text, official in zip(words, class_names):
         other = first.setdefault(text.lower(), official)                      # CLIP reads everything in lower case
@@ -593,7 +661,7 @@ def one_line(error):
 
 
 @contextlib.contextmanager
-def blame(path):
+def blame(path, verb="read"):
     """Turn whatever goes wrong while `path` is read into one line that names it; parsers raise all kinds of errors."""
     try:
         yield
@@ -601,14 +669,15 @@ def blame(path):
         raise
     except Exception as error:
         advice = "" if getattr(error, "errno", None) else ": damaged, incomplete or not the expected content"
-        raise UserError(f"cannot read {path} ({one_line(error)}){advice}") from error
+        raise UserError(f"cannot {verb} {path} ({one_line(error)}){advice}") from error
 
 
 def search_places(name, data_dir):
     """Folders that may hold the data: those named after the data set, down to three levels, then data_dir itself."""
     if name == "folder" or not data_dir.is_dir():
         return [data_dir]
-    usual = {name, f"{name}python", f"{name}batchespy", f"dataset{name}", "raw"}     # as unpackers and torchvision do
+    usual = {name, f"{name}python", f"{name}batchespy", f"dataset{name}", "raw",     # as unpackers and torchvision do
+             *ALIASES.get(name, ()), *INNER_FOLDERS.get(name, ())}
     places, level = [data_dir], [data_dir]
     for _ in range(3):
         level = [child for parent in level for child in sorted(parent.iterdir())
@@ -618,13 +687,12 @@ def search_places(name, data_dir):
 
 
 def find_originals(name, places):
-    """A path for each original file, None if missing. For CIFAR, the unpacked folder does in place of the archive."""
-    unpacked = [place for place in places if name in CIFAR and (place / CIFAR[name].train_list[0][0]).is_file()]
-    if unpacked:
-        return unpacked[:1]
+    """The path found for each original file, None if missing."""
+    def there(path, wanted):
+        return path.is_dir() if wanted.endswith("/") else path.is_file()
     _, files = ORIGINALS.get(name, ("", []))
-    return [next((path for place in places for path in (place / file, place / file.removesuffix(".gz"))
-                  if path.is_file()), None) for file, _, _ in files]
+    return [next((place / wanted for wanted in alternatives for place in places if there(place / wanted, wanted)), None)
+            for alternatives, _, _ in files]
 
 
 def download(url, path, md5):
@@ -648,23 +716,46 @@ def fetch(name, data_dir, found):
     if name == "folder":
         raise UserError(f"folder: expected images as {data_dir}/{{train,test}}/<class>/*.png, but train or test is "
                         "missing; name the folder that holds them with --data-dir")
-    if name == "cinic10":
-        raise UserError(f"cinic10: expected images as {tree}; they are not downloaded automatically: unpack "
-                        f"CINIC-10.tar.gz ({CINIC_URL}) into {data_dir / name}, or name its folder with --data-dir")
+    if name in BY_HAND:
+        layout, advice = BY_HAND[name]
+        files = ORIGINALS[name][1] if name in ORIGINALS else []
+        missing = [f"no {alternatives[0]}" for path, (alternatives, *_) in zip(found, files) if path is None]
+        missing = f"{' and '.join(missing)} in {data_dir}; " if missing else ""
+        layout = f"{data_dir / layout}, or " if layout else ""
+        raise UserError(f"{name}: {missing}expected {layout}images as {tree}; they are not downloaded automatically: "
+                        f"{advice}, or name the folder that holds the data with --data-dir")
     folder, files = ORIGINALS[name]
     paths = []
-    for path, (file, url, md5) in zip(found, files):
+    for path, (alternatives, url, md5) in zip(found, files):
         if path is None:
+            file = url.rsplit("/", 1)[1]
             path = data_dir / folder / file
             try:
                 download(url, path, md5)
             except Exception as error:              # no network, no space, no permission, wrong MD5 sum, ...
-                unpacked = f" or unpacked as {data_dir / CIFAR[name].base_folder}" if name in CIFAR else ""
+                packed = name in UNPACKED and len(alternatives) > 1
+                unpacked = f" or unpacked as {data_dir / UNPACKED[name]}" if packed else ""
                 raise UserError(f"{name}: {file} not found in {data_dir} and the download failed ({one_line(error)}); "
                                 f"fetch {url} by hand and save it as {path}{unpacked}, or put images as {tree}, "
                                 "or name the folder that holds the data with --data-dir") from error
         paths.append(path)
     return paths
+
+
+def unpack(name, archive):
+    """Unpack an archive beside itself, where the next run finds its content; half of it never shows."""
+    part = archive.with_name(f"{archive.name}.{os.getpid()}.part")
+    with blame(archive, "unpack"):
+        try:
+            shutil.unpack_archive(archive, part, **({} if archive.suffix == ".zip" else {"filter": "data"}))
+            for entry in part.iterdir():
+                entry.replace(archive.parent / entry.name)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        found = find_originals(name, search_places(name, archive.parent))[0]
+        if found == archive:
+            raise ValueError(f"holds no {ORIGINALS[name][1][0][0][0]}")
+    return found
 
 
 def checked(images, labels, shape, classes):
@@ -720,16 +811,20 @@ def read_cifar(name, place):
     return [[torch.cat(parts) for parts in zip(*map(batch, files))] for files in splits]
 
 
-def read_svhn(files):
-    """The cropped digits, without the `extra` split. Label 10 of the files is the digit zero."""
+def read_mat(path):
     try:
         from scipy.io import loadmat
     except ImportError:
-        raise UserError("--dataset svhn needs scipy to read .mat files: pip install scipy") from None
+        raise UserError(f"{path} needs scipy to be read: pip install scipy") from None
+    return loadmat(path)
+
+
+def read_svhn(files):
+    """The cropped digits, without the `extra` split. Label 10 of the files is the digit zero."""
     splits = []
     for path in files:
         with blame(path):
-            content = loadmat(path)
+            content = read_mat(path)
             labels = content["y"].astype(np.int64).reshape(-1)
             labels[labels == 10] = 0
             splits.append(checked(content["X"].transpose(3, 2, 0, 1), labels, (3, 32, 32), 10))   # (H, W, 3, N) there
@@ -768,14 +863,19 @@ def some(names):
     return ", ".join(names[:10]) + (f", ... ({len(names) - 10} more)" if len(names) > 10 else "")
 
 
-def class_folders(name, root):
-    """The class names, and for train and test the class folders in the same order, after a check that all are there."""
+def image_files(folder):
+    return sorted(file for file in os.listdir(folder) if file.lower().endswith(IMAGE_ENDINGS) and not is_hidden(file))
+
+
+def class_folders(name, root, splits):
+    """The class names, and for each split the class folders in the same order, after a check that all are there."""
     found = {split: sorted(entry.name for entry in os.scandir(root / split)
-                           if entry.is_dir() and not is_hidden(entry.name)) for split in ("train", "test")}
+                           if entry.is_dir() and not is_hidden(entry.name)) for split in splits}
     key = str if name == "folder" else squeeze
-    class_names = CLASS_NAMES.get(name) or sorted({*found["train"], *found["test"]})
+    spelling = {key(folder): folder for folders in found.values() for folder in folders}
+    class_names = CLASS_NAMES.get(name) or [spelling[text] for text in sorted(spelling)]
     label = {key(text): i for i, text in enumerate(class_names)}
-    if name != "folder":                            # there the label id will do as the name of a class folder
+    if name in CLASS_NAMES:                         # there the label id will do as the name of a class folder
         label |= {text: i for i in range(len(class_names)) for text in (f"{i}", f"{i:02d}")}
     ordered, problems = [], []
     for split, folders in found.items():
@@ -787,8 +887,9 @@ def class_folders(name, root):
             else:
                 of_class[i] = root / split / folder
         missing = [text for i, text in enumerate(class_names) if i not in of_class]
-        if missing or surplus or not folders:
-            problems.append(f"{root / split} has {len(folders)} class folders, {len(class_names)} expected"
+        expected = CLASS_COUNT.get(name, len(class_names))
+        if missing or surplus or not folders or len(folders) != expected:
+            problems.append(f"{root / split} has {len(folders)} class folders, {expected} expected"
                             + (f", missing: {some(missing)}" if missing else "")
                             + (f", surplus: {some(surplus)}" if surplus else ""))
         ordered.append([of_class[i] for i in sorted(of_class)])
@@ -797,22 +898,191 @@ def class_folders(name, root):
     return class_names, ordered
 
 
-def read_tree(name, root):
-    """root/{train,test}/<class>/*: the class names, and of each split the image paths, sorted, and their labels."""
+def read_tree(name, root, splits=("train", "test")):
+    """root/<split>/<class>/*: the class names, and of each split the image paths, sorted, and their labels."""
     with blame(root):
-        class_names, ordered = class_folders(name, root)
-        splits = []
+        class_names, ordered = class_folders(name, root, splits)
+        read = []
         for folders in ordered:
             paths, labels = [], []
             for label, folder in enumerate(folders):
-                files = sorted(file for file in os.listdir(folder)
-                               if file.lower().endswith(IMAGE_ENDINGS) and not is_hidden(file))
+                files = image_files(folder)
                 if not files:
                     raise UserError(f"class folder {folder} holds no images ({' '.join(IMAGE_ENDINGS)})")
                 paths += [os.path.join(folder, file) for file in files]
                 labels += [label] * len(files)
-            splits.append((paths, torch.tensor(labels)))
-    return class_names, splits
+            read.append((paths, torch.tensor(labels)))
+    return class_names, read
+
+
+# The data sets below are image files with lists, or without any split. Each reader gets the paths that find_originals
+# gives and returns the rule of its split, the class names, and image paths and labels of train and test.
+
+def folder_and_stem(entry):
+    """What identifies an image of a list: 'x/HandstandPushups/v_HandStandPushups_g01_c01.avi', case apart."""
+    folder, file = re.split(r"[/\\@]", entry)[-2:]                            # x@class/image: an image in an archive x
+    return squeeze(folder), Path(file).stem.lower()
+
+
+def locate(list_file, entries, root):
+    """The paths root/<folder>/<image> of the images that a list names, all of which must be there."""
+    wanted = [folder_and_stem(entry) for entry in entries]
+    folders = {folder for folder, _ in wanted}
+    there = {folder_and_stem(f"{child.name}/{file}"): os.path.join(child.path, file) for child in os.scandir(root)
+             if squeeze(child.name) in folders and not is_hidden(child.name) and child.is_dir()
+             for file in image_files(child.path)}
+    missing = [entry for entry, key in zip(entries, wanted) if key not in there]
+    if missing:
+        raise UserError(f"{list_file}: {len(missing)} of its {len(wanted)} images are not in {root}, "
+                        f"the first is {missing[0]}")
+    return [there[key] for key in wanted]
+
+
+def read_list(list_file, entries, root, class_names):
+    """The images that a list names and their labels, the class being the folder."""
+    label = {squeeze(text): i for i, text in enumerate(class_names)}
+    unknown = [entry for entry in entries if folder_and_stem(entry)[0] not in label]
+    if unknown:
+        raise UserError(f"{list_file}: {len(unknown)} images of unknown classes, the first is {unknown[0]}")
+    labels = torch.tensor([label[folder_and_stem(entry)[0]] for entry in entries], dtype=torch.int64)
+    return locate(list_file, entries, root), labels
+
+
+def join(parts):
+    """Several (paths, labels) as one."""
+    paths, labels = zip(*parts)
+    return sum(paths, []), torch.cat(labels)
+
+
+def every_fifth(paths, labels):
+    """A split where none is official: of each class, by file name, every fifth image, and the other four of five."""
+    rank = np.concatenate([np.arange(count) for count in torch.bincount(labels)])       # the labels are in order
+    return [(pick(paths, index), labels[index]) for index in (np.flatnonzero(rank % 5 == 4),
+                                                              np.flatnonzero(rank % 5 != 4))]
+
+
+def read_dtd(files):
+    """Partition 1: train and val together are train."""
+    root = files[0].parent.parent
+    def split(name):
+        list_file = root / "labels" / f"{name}1.txt"
+        with blame(list_file):
+            return read_list(list_file, list_file.read_text("utf-8").split(), root / "images", CLASS_NAMES["dtd"])
+    splits = [join(map(split, ("train", "val"))), split("test")]
+    return "train1.txt with val1.txt, test1.txt", CLASS_NAMES["dtd"], splits
+
+
+def read_flowers102(files):
+    """Train and validation together are train."""
+    jpg, label_file, set_file = files
+    with blame(label_file):
+        labels = read_mat(label_file)["labels"].reshape(-1).astype(np.int64) - 1          # of images 1, 2, ...
+        if labels.min() != 0 or labels.max() != 101:
+            raise ValueError(f"labels {labels.min() + 1} to {labels.max() + 1}, expected 1 to 102")
+    splits = []
+    with blame(set_file):
+        content = read_mat(set_file)
+        for names in (("trnid", "valid"), ("tstid",)):
+            ids = np.concatenate([content[name].reshape(-1) for name in names]).astype(np.int64)
+            if ids.min() < 1 or ids.max() > len(labels):
+                raise ValueError(f"images {ids.min()} to {ids.max()}, but {label_file.name} has {len(labels)}")
+            paths = locate(set_file, [f"{jpg.name}/image_{i:05d}.jpg" for i in ids], jpg.parent)
+            splits.append((paths, torch.from_numpy(labels[ids - 1])))
+    return "trnid with valid, tstid", CLASS_NAMES["flowers102"], splits
+
+
+def read_eurosat(files):
+    """No official split: every fifth image is test."""
+    class_names, [(paths, labels)] = read_tree("eurosat", files[0].parent, [""])
+    test, train = every_fifth(paths, labels)
+    return "every fifth image of a class is test", class_names, [train, test]
+
+
+def read_resisc45(files):
+    """With the three lists beside the class folders or above: train and val together are train. No official split:
+    without lists every fifth image is train, 140 of each class, as many as those lists have."""
+    root = files[0].parent
+    place = next((place for place in (root, root.parent) if (place / "train.json").is_file()), None)
+    if place is None:
+        class_names, [(paths, labels)] = read_tree("resisc45", root, [""])
+        return "every fifth image of a class is train", class_names, every_fifth(paths, labels)
+    def split(name):
+        list_file = place / f"{name}.json"
+        with blame(list_file):
+            entries = [image["file_name"] for image in json.loads(list_file.read_text("utf-8"))["images"]]
+            return read_list(list_file, entries, root, CLASS_NAMES["resisc45"])
+    splits = [join(map(split, ("train", "val"))), split("test")]
+    return "train.json with val.json, test.json", CLASS_NAMES["resisc45"], splits
+
+
+def read_cub(files):
+    """The official split. Its four lists have lines of an id and a value; ids start at 1."""
+    root = files[0].parent
+    def read(name):
+        with blame(root / name):
+            return {int(i): value for i, value in map(str.split, (root / name).read_text("utf-8").splitlines())}
+    images, label, in_train, names = map(read, ("images.txt", "image_class_labels.txt", "train_test_split.txt",
+                                                "classes.txt"))
+    with blame(root / "classes.txt"):
+        if sorted(names) != list(range(1, 201)):
+            raise ValueError(f"{len(names)} classes, expected 1 to 200")
+    for name, values, possible in (("image_class_labels.txt", label, {f"{i}" for i in names}),
+                                   ("train_test_split.txt", in_train, {"0", "1"})):
+        with blame(root / name):
+            if values.keys() != images.keys() or not possible.issuperset(values.values()):
+                raise ValueError("does not fit images.txt and classes.txt")
+    splits = []
+    for wanted in ("1", "0"):
+        ids = [i for i in images if in_train[i] == wanted]
+        with blame(root / "images"):
+            paths = locate(root / "images.txt", [images[i] for i in ids], root / "images")
+        splits.append((paths, torch.tensor([int(label[i]) - 1 for i in ids], dtype=torch.int64)))
+    return "train_test_split.txt", [names[i] for i in sorted(names)], splits
+
+
+def read_ucf101(files):
+    """Middle frames of the videos. CoOp's list leaves val unused (7,639 train); the official fold 1 has 9,537."""
+    list_file, root = files[0], files[1].parent
+    lists = {"train": list_file, "test": list_file}
+    if list_file.suffix == ".json":
+        rule = "train and test of split_zhou_UCF101.json, val unused"
+        with blame(list_file):
+            content = json.loads(list_file.read_text("utf-8"))
+            entries = {split: [entry[:2] for entry in content[split]] for split in lists}
+    else:
+        rule, entries = "trainlist01.txt, testlist01.txt", {}
+        lists["test"] = list_file.with_name("testlist01.txt")
+        for split, path in lists.items():
+            with blame(path):
+                lines = [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
+                entries[split] = [(line[0], int(line[1]) - 1 if split == "train" else None) for line in lines]
+    with blame(list_file):
+        names = {label: re.split(r"[/\\]", entry)[-2] for entry, label in entries["train"]}
+        if sorted(names) != list(range(101)):
+            raise ValueError(f"{len(names)} classes, expected 101")
+    class_names = [names[label] for label in range(101)]
+    splits = []
+    for split, path in lists.items():
+        with blame(path):
+            splits.append(read_list(path, [entry for entry, _ in entries[split]], root, class_names))
+    return rule, class_names, splits
+
+
+READERS = {"dtd": read_dtd, "flowers102": read_flowers102, "eurosat": read_eurosat, "resisc45": read_resisc45,
+           "cub": read_cub, "ucf101": read_ucf101}
+
+
+def read_files(name, files):
+    """The data sets of READERS: source, class names and splits, after a check that both splits have every class."""
+    if files[0].suffix in (".gz", ".tgz", ".zip"):
+        files = [unpack(name, files[0]), *files[1:]]
+    rule, class_names, splits = READERS[name](files)
+    for split, (_, labels) in zip(("train", "test"), splits):
+        counts = torch.bincount(labels, minlength=len(class_names))
+        without = [text for text, count in zip(class_names, counts) if not count]
+        if without:
+            raise UserError(f"{name}: {files[0].parent} ({rule}) has no {split} images of {some(without)}")
+    return f"original files, {rule}", class_names, splits
 
 
 def to_rgb(image):
@@ -962,10 +1232,13 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
             source, (class_names, splits) = "image folders", read_tree(name, trees[0])
         else:
             files = files if complete else fetch(name, data_dir, files)
-            source, class_names = "original files", CLASS_NAMES[name]
-            splits = (read_svhn(files) if name == "svhn" else
-                      read_fashionmnist(files, border=0 if clip else 2) if name == "fashionmnist" else
-                      read_cifar(name, files[0]))
+            if name in READERS:
+                source, class_names, splits = read_files(name, files)
+            else:
+                source, class_names = "original files", CLASS_NAMES[name]
+                splits = (read_svhn(files) if name == "svhn" else
+                          read_fashionmnist(files, border=0 if clip else 2) if name == "fashionmnist" else
+                          read_cifar(name, files[0] if files[0].suffix else files[0].parent))
     side = side or (224 if clip else 8 if name == "digits" else 32)
     view = clip_view(side) if clip else square_view(side, name == "fashionmnist")
     parts = []
