@@ -117,7 +117,7 @@ DTD, CIFAR10, CIFAR100 = (47, 80, 40), (10, 5000, 1000), (100, 500, 100)  # clas
 def test_official_sizes_of_the_real_data_sets(sizes, kind, train, test, classes):
     count, per_train, per_test = sizes
     labels = np.repeat(np.arange(count), per_train), np.repeat(np.arange(count), per_test)
-    parts = common.clip_partition(*labels, 10, 0.1, kind, common.official_clip_state(count))
+    parts = common.clip_partition(*labels, 10, 0.1, kind, common.clip_random_state(count))
     assert [len(part) for part in parts[0]] == list(map(int, train.split()))
     assert [len(part) for part in parts[1]] == list(map(int, test.split()))
     assert [len(set(labels[0][part])) for part in parts[0]] == list(map(int, classes.split()))
@@ -128,8 +128,8 @@ def test_official_generator_is_seeded_with_500_and_has_drawn_one_permutation(cla
     state = np.random.RandomState(500)
     state.choice(classes, classes, replace=False)
     drawn = state.random_sample(5)
-    assert np.array_equal(drawn, common.official_clip_state(classes).random_sample(5))
-    others = [common.official_clip_state(classes, seed).random_sample(5) for seed in (1, 1, 2)]
+    assert np.array_equal(drawn, common.clip_random_state(classes).random_sample(5))
+    others = [common.clip_random_state(classes, seed).random_sample(5) for seed in (1, 1, 2)]
     assert np.array_equal(others[0], others[1])
     assert not np.array_equal(others[0], drawn) and not np.array_equal(others[0], others[2])
 
