@@ -248,6 +248,29 @@ def test_fallback_is_exact():
     assert fedcopl.allocate(torch.zeros(7, 3).long(), n_train + 1, 0).tolist() == [[2**52 + 2] * 3] * 7
 
 
+@pytest.mark.parametrize("name", ALLOCATE["case_names"])
+def test_allocation_in_single_precision_is_the_official_one_to_the_last_entry(name):
+    case = arrays(ALLOCATE, name)
+    capacity = fedcopl.allocate(case.counts, int(case.n_train), int(case.iteration), ceiling="float32")
+    assert torch.equal(capacity, case.allocation)
+
+
+def test_allocation_without_rounding_the_budget_and_without_unseen_classes():
+    differs = 0
+    for seed in range(10):
+        counts = random_counts(seed, 6, 9)
+        rows, totals = counts.tolist(), counts.sum(0).tolist()
+        target = Fraction(sum(totals), 9)
+        expected = [[math.ceil(Fraction(u, t) * target) if t else 0 for u, t in zip(row, totals)] for row in rows]
+        assert fedcopl.allocate(counts, 5000, seed, "exact", "none").tolist() == expected
+        differs += expected != fedcopl.allocate(counts, 5000, seed, "ceil", "none").tolist()
+        unseen = counts.sum(0) == 0
+        grown = fedcopl.allocate(counts, 5000, seed, "exact", "grow")
+        assert torch.equal(grown[:, ~unseen], torch.tensor(expected)[:, ~unseen])
+        assert (grown[:, unseen] == -(-5000 * (seed + 1) // (4 * 9 * 6))).all()
+    assert differs
+
+
 # ---- selection ------------------------------------------------------------------------------------------------
 
 OTHER_TIES = {"repeated_rows", "tie_eviction", "tie_eviction_3"}  # slot replacement keeps other, equal images
@@ -747,37 +770,9 @@ def test_towers_under_autocast_give_features_in_the_precision_of_the_weights(gol
         assert (rounded.norm(dim=1) - 1).abs().max() < 1e-5 and 1e-7 < (rounded - value).abs().max() < 0.05
 
 
-# ---- variants of the allocation -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ALLOCATE["case_names"])
-def test_allocation_in_single_precision_is_the_official_one_to_the_last_entry(name):
-    case = arrays(ALLOCATE, name)
-    capacity = fedcopl.allocate(case.counts, int(case.n_train), int(case.iteration), ceiling="float32")
-    assert torch.equal(capacity, case.allocation)
-
-
-def test_allocation_without_rounding_the_budget_and_without_unseen_classes():
-    differs = 0
-    for seed in range(10):
-        counts = random_counts(seed, 6, 9)
-        rows, totals = counts.tolist(), counts.sum(0).tolist()
-        target = Fraction(sum(totals), 9)
-        expected = [[math.ceil(Fraction(u, t) * target) if t else 0 for u, t in zip(row, totals)] for row in rows]
-        assert fedcopl.allocate(counts, 5000, seed, "exact", "none").tolist() == expected
-        differs += expected != fedcopl.allocate(counts, 5000, seed, "ceil", "none").tolist()
-        unseen = counts.sum(0) == 0
-        grown = fedcopl.allocate(counts, 5000, seed, "exact", "grow")
-        assert torch.equal(grown[:, ~unseen], torch.tensor(expected)[:, ~unseen])
-        assert (grown[:, unseen] == -(-5000 * (seed + 1) // (4 * 9 * 6))).all()
-    assert differs
-
-
 # ---- a refresh, local training, the server ---------------------------------------------------------------------
 
-ONE_PROCESS = SimpleNamespace(
-    mine=lambda n: list(range(n)), gather=lambda values, n: values, broadcast=lambda value: value, first=True
-)
+ONE_PROCESS = SimpleNamespace(mine=list, gather=lambda values, n: values, broadcast=lambda value: value, first=True)
 STATS = (0.4, 0.5, 0.6), (0.3, 0.2, 0.25)
 
 
@@ -890,7 +885,9 @@ def trained(clip, data, client, prompts, label, *flags, rnd=0, momentum=None):
     """client_update of a client, and its optimiser; momentum: what the optimiser holds before."""
     args = settings("--clients", 3, "--local-epochs", 3, "--batch-size", 20, "--refresh", 2, *flags)
     learned = fedcopl.Prompts(*(torch.nn.Parameter(torch.full_like(value[0], 7.0)) for value in prompts))
-    optimizer = torch.optim.SGD([{"params": [value]} for value in learned], 0.1, 0.9, weight_decay=0.05)
+    optimizer = torch.optim.SGD(
+        [{"params": [value]} for value in learned], 0.1, args.momentum, weight_decay=args.weight_decay
+    )
     if momentum is not None:
         for parameter in learned:
             optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, momentum)
@@ -922,9 +919,9 @@ def test_local_training_step_by_step(single_clip, rnd):
             speed[k] = 0.9 * speed[k] + gradient + 0.05 * prompt
             prompt -= base * share * speed[k]
         losses.append(float(loss.detach()))
-    assert (visual - prompts.visual[1]).abs().max() > 0.01 < (text - prompts.text[1]).abs().max()
+    assert (visual - prompts.visual[1]).abs().max() > 1e-3 < (text - prompts.text[1]).abs().max()
     for value, expected in ((upload.visual, visual), (upload.text, text)):
-        close(value, expected, 2e-4)
+        close(value, expected, 2e-5)
     assert upload.metrics.tolist() == [pytest.approx(sum(losses), rel=1e-3), 3]
     assert float(upload.weight) == len(own) == 7
 
@@ -967,15 +964,15 @@ def test_a_client_without_selected_images_sits_out(single_clip):
 
 
 def test_momentum_of_the_client_before(single_clip):
-    """It is dropped, unless asked for: then its buffer g moves a prompt by up to 9 lr g more, 1.71 lr g in two steps."""
+    """It is dropped, unless asked for: then its buffer g moves the next client by lr (0.9 + 0.81 + ...) g."""
     data, prompts = federation(6), start_prompts()
     clip = SimpleNamespace(ours=single_clip.ours, text=sentences(single_clip.ours, ["cat"], 16))
-    flags = ("--local-epochs", 2, "--refresh", 10**6, "--weight-decay", 0.0)  # a constant rate, no gradient
-    for shared, moved in ((), 0.0), (("--shared-momentum",), -0.1 * 0.5 * (0.9 + 0.81)):
+    flags = ("--local-epochs", 2, "--refresh", 10**6, "--weight-decay", 0)  # one step an epoch, no gradient
+    for shared, moved in ((), 0.0), (("--shared-momentum",), -0.1 * (0.9 + 0.81) * 0.5):
         upload, optimizer = trained(clip, data, 0, prompts, torch.zeros(28).long(), *flags, *shared, momentum=0.5)
-        decay = optimizer.param_groups[0]["weight_decay"]
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-        close(upload.visual - prompts.visual[0], torch.full((11, 5, 32), moved), 2e-3 if decay else 1e-6)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+        close(upload.visual - prompts.visual[0], torch.full((11, 5, 32), moved), 1e-6)
+        close(upload.text - prompts.text[0], torch.full((16, 32), moved), 1e-6)
 
 
 def upload(visual, text, weight):
@@ -1041,3 +1038,26 @@ def test_evaluation_counts_correct_test_images(single_clip):
 )
 def test_reported_accuracy_is_the_mean_over_clients(scores, mean, pooled):
     assert fedcopl.accuracies([torch.tensor(score) for score in scores]) == pytest.approx((mean, pooled))
+
+
+# ---- the published settings -----------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_published_settings():
+    published = dict(
+        clients=10, rounds=20, local_epochs=10, refresh=5, batch_size=64, lr=0.1, visual_lr=0.1, momentum=0.9
+    )
+    published |= dict(weight_decay=0.05, text_prompts=16, visual_prompts=5, prompt_depth=None, prompt_std=0.02)
+    published |= dict(conf_quantile=0.5, entropy_quantile=0.5, conf_filter=True, entropy_filter=True, allocation=True)
+    published |= dict(beta=0.1, partition="dirichlet", split_seed=0, aggregate="visual", template="a photo of a {}")
+    differs = dict(cub=dict(clients=5), ucf101=dict(clients=5))
+    differs |= {name: dict(template="a photo of a {}.") for name in ("cifar10", "cifar100")}
+    for dataset in ("dtd", "resisc45", "cub", "ucf101", "cifar10", "cifar100"):
+        args = vars(settings("--dataset", dataset))
+        expected = published | differs.get(dataset, {})
+        assert {name: args[name] for name in expected} == expected, dataset
+        config = open_clip.get_model_config(args["model"])
+        vision, words = config["vision_cfg"], config["text_cfg"]
+        assert config["quick_gelu"] and args["pretrained"] == "openai"  # OpenAI's weights were trained with it
+        numbers = (vision["layers"] - 1) * 5 * vision["width"], 16 * words["width"]
+        assert numbers == (42_240, 8_192)  # sent are 4 bytes each: 168,960 of the visual prompts
