@@ -276,16 +276,21 @@ def unit_features(pooled, projection):
 
 def load_clip(model, pretrained):
     """An open_clip model by name or JSON file, with weights by tag or file: (PromptedCLIP, side, mean, std)."""
+    given, config = model, None
     if model.endswith(".json"):
-        with common.blame(model):
-            open_clip.get_model_config("")                                 # the registry is read before it grows
+        try:
             open_clip.add_model_config(Path(model).resolve(strict=True))
+        except (OSError, ValueError) as error:
+            raise common.UserError(f"--model {model}: cannot be read ({common.one_line(error)})") from None
         model = Path(model).stem
-    config = open_clip.get_model_config(model)
+    if model in open_clip.list_models():
+        config = open_clip.get_model_config(model)
     if config is None:
         close = get_close_matches(model, open_clip.list_models(), 1)
-        raise common.UserError(f"--model {model}: no model of open_clip {open_clip.__version__} and no .json file"
-                               + (f" (did you mean {close[0]}?)" if close else ""))
+        raise common.UserError(f"--model {given}: " + (
+            "no model configuration (embed_dim, vision_cfg, text_cfg)" if given.endswith(".json") else
+            f"no model of open_clip {open_clip.__version__}, and no .json file"
+            + (f" (did you mean {close[0]}?)" if close else "")))
     options = {}
     if os.path.isfile(pretrained):
         # OpenAI's original file is a TorchScript archive, which the safe loader refuses, and has QuickGELU
@@ -394,8 +399,8 @@ def drift_diversity(moved):
     As in Li et al., partial variance reduction, CVPR 2023. None where nothing moved, or the moves cancel.
     """
     moved = moved.flatten(1).double()
-    common_part = moved.sum(0).square().sum().item()
-    return moved.square().sum().item() / common_part if common_part > 0 else None
+    joint = moved.sum(0).square().sum().item()
+    return moved.square().sum().item() / joint if joint > 0 else None
 
 
 def cosine_distance(prompts):
@@ -518,14 +523,14 @@ def client_update(args, rnd, client, clip, text, data, prompts, pseudo_label, le
             optimizer.step()
             loss_sum += loss.detach()
             steps += 1
-    return Upload(*(value.detach().clone() for value in learned), torch.tensor(float(len(own)), device=device),
-                  torch.stack([loss_sum, loss_sum.new_tensor(float(steps))]))
+    return Upload(*(value.detach().clone() for value in learned), torch.tensor(float(len(own))),
+                  torch.stack([loss_sum, torch.full_like(loss_sum, steps)]))
 
 
 # Differs from proxyfl.py: server_update, which averages networks and tunes proxies there
 def server_update(args, received, uploads):
     """Average the prompts that --aggregate names, weighted by selected images; the others stay with their client."""
-    weights = torch.stack([upload.weight for upload in uploads]).double().cpu()
+    weights = torch.stack([upload.weight for upload in uploads]).double()
     result = []
     for name, old in received._asdict().items():
         new = torch.stack([getattr(upload, name) for upload in uploads])
@@ -562,8 +567,9 @@ def prepare_data(args, device, side, stats):
     source = common.load_dataset(args.dataset, args.data_dir, side, args.train_subset, clip=True,
                                  skip_share=args.skip_share, memory_gb=args.cache_gb)
     train_labels, test_labels = source.train_labels, source.test_labels
+    # DIFF-6 the published split does not depend on the seed of a run; --split-seed gives others.
     state = common.clip_random_state(len(source.class_names), args.split_seed)
-    # DIFF-5 --shuffle-classes: see common.clip_partition
+    # DIFF-5 "quantity" deals out consecutive images of a class, as published; --shuffle-classes: in random order.
     parts = common.clip_partition(train_labels.numpy(), test_labels.numpy(), args.clients, args.beta, args.partition,
                                   state, args.shuffle_classes)
     images = [source.train_images, source.test_images]
@@ -592,7 +598,7 @@ def main(argv=None):
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.shared_momentum and ranks.world > 1:
         raise common.UserError(f"--shared-momentum trains one client after another: not with {ranks.world} ranks")
-    run = common.RunFolder(args.out_dir, args.run_name, vars(args) | {}, args.resume, args.overwrite, ranks.first)
+    run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
     checkpoint = run.load_checkpoint()
     clip, side, *stats = ranks.first_then_others(lambda: prepare_model(args))
     clip = clip.to(device)
@@ -624,9 +630,9 @@ def main(argv=None):
         optimizer.load_state_dict(checkpoint["optimizer"])
     sent = 4 * sum(value[0].numel() for name, value in prompts._asdict().items() if args.aggregate in (name, "both"))
 
-    table = common.client_table(class_names, train=(data.labels, data.train), test=(data.test_labels, data.test))
+    owned = common.client_table(class_names, train=(data.labels, data.train), test=(data.test_labels, data.test))
     with run:
-        run.open(device, table, **facts)
+        run.open(device, owned, **facts)
         if ranks.first:
             print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
             print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
@@ -634,7 +640,7 @@ def main(argv=None):
                   f"{side} px | {sum(value.numel() for value in learned):,} trained numbers a client")
             per_class = torch.bincount(data.labels, minlength=classes).tolist()
             print(f"{classes} classes: " + ", ".join(f"{name} {n}" for name, n in zip(class_names, per_class)))
-            common.print_table(table, class_names, ("train", "test"))
+            common.print_table(owned, class_names, ("train", "test"))
         if not run.extra:
             scores = ranks.gather([evaluate(client, clip, data, None, zero_shot)
                                    for client in ranks.mine(range(args.clients))], args.clients)
