@@ -4,8 +4,8 @@ Paper: FedCoPL, ICCV 2025 (arXiv 2510.10100). Official code: krumpguo/FedCoPL at
 trains nothing; the method is in the functions it does not reach). VPT (arXiv 2203.12119) and CoOp (arXiv 2109.01134)
 are where the two kinds of prompts come from.
 
-    python fedcopl.py                               # a miniature CLIP made on the spot, embedded digits, minutes on a CPU
-    python fedcopl.py --dataset dtd --beta 0.1      # the paper's setting: OpenAI's ViT-B/32
+    python fedcopl.py                              # a miniature CLIP made on the spot, embedded digits: CPU, minutes
+    python fedcopl.py --dataset dtd --beta 0.1     # the paper's setting: OpenAI's ViT-B/32
 
 Expected: EXPECTED. The paper's scale (60.89 % on DTD, mean over clients, is the paper's figure): not run yet.
 
@@ -616,7 +616,8 @@ def main(argv=None):
     facts["weights_fingerprint"] = weights.hexdigest()[:16]
 
     depth = layers - 1 if args.prompt_depth is None else args.prompt_depth
-    shapes = ((depth, args.visual_prompts, clip.clip.visual.conv1.out_channels), (args.text_prompts, text.tail.shape[2]))
+    widths = clip.clip.visual.conv1.out_channels, text.tail.shape[2]
+    shapes = (depth, args.visual_prompts, widths[0]), (args.text_prompts, widths[1])
     prompts = Prompts(*(common.to_device(
         common.stream(args.seed, "init", name).normal(0, args.prompt_std, shape).astype(np.float32), device
         ).repeat(args.clients, *(1,) * len(shape)) for name, shape in zip(Prompts._fields, shapes)))
