@@ -52,9 +52,17 @@ class Method:
         if self.table.needs_clip:
             self.short += ["--model", str(mini_clip() / "mini.json"), "--pretrained", str(mini_clip() / "mini.pt")]
 
+    def main(self, out_dir, *flags):
+        """The script in this process; flags given here win over the short settings."""
+        before, sys.argv = sys.argv, [str(ROOT / self.name)]  # a run folder says whose it is
+        try:
+            self.module.main([*self.short, "--out-dir", str(out_dir), *map(str, flags)])
+        finally:
+            sys.argv = before
+
     def train(self, out_dir, *flags, name="run"):
-        """One run in this process; flags given here win over the short settings. Returns its folder."""
-        self.module.main([*self.short, "--out-dir", str(out_dir), "--run-name", name, *map(str, flags)])
+        """One run in this process. Returns its folder."""
+        self.main(out_dir, "--run-name", name, *flags)
         return out_dir / name
 
     def start(self, out_dir, *flags, **kwargs):

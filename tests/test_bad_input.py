@@ -16,7 +16,7 @@ def complaint(method, out_dir, *flags):
     """The one line a script answers with; nothing may be written under out_dir."""
     before = {path: path.stat().st_mtime_ns for path in out_dir.rglob("*")}
     with pytest.raises(common.UserError) as caught:
-        method.module.main([*method.short, "--out-dir", str(out_dir), *map(str, flags)])
+        method.main(out_dir, *flags)
     assert {path: path.stat().st_mtime_ns for path in out_dir.rglob("*")} == before
     message = str(caught.value)
     assert "\n" not in message and len(message) < 600
