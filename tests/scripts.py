@@ -15,8 +15,11 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
+
+import common
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,11 +57,10 @@ class Method:
 
     def main(self, out_dir, *flags):
         """The script in this process; flags given here win over the short settings."""
-        before, sys.argv = sys.argv, [str(ROOT / self.name)]  # a run folder says whose it is
-        try:
+        name = patch.object(sys, "argv", [str(ROOT / self.name)])  # a run folder says whose it is
+        drawing = patch.object(common.RunFolder, "plot")  # takes longer than all else: only programs do it
+        with name, drawing:
             self.module.main([*self.short, "--out-dir", str(out_dir), *map(str, flags)])
-        finally:
-            sys.argv = before
 
     def train(self, out_dir, *flags, name="run"):
         """One run in this process. Returns its folder."""
@@ -104,8 +106,6 @@ def mini_clip():
     part away.
     """
     import open_clip
-
-    import common
 
     folder = Path(_folder.name)
     (folder / "mini.json").write_text(json.dumps(MINI_CONFIG))

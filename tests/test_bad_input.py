@@ -122,6 +122,7 @@ OWN_MISTAKES = {
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
         (["--partition", "official"], ["--partition", "dirichlet", "quantity", "iid"]),
         (["--clients", 201], ["--clients 201", "200"]),
+        (["--partition", "quantity", "--clients", 4], ["--partition quantity", "--clients 4"]),
         (["--dataset", "svhn"], ["--dataset svhn", "cifar10", "dtd"]),
         (["--dataset", "fashion-mnist"], ["--dataset fashion-mnist", "cifar10", "dtd"]),
         (["--aggregate", "all"], ["--aggregate", "visual", "text", "both", "none"]),
