@@ -543,7 +543,7 @@ CLASS_NAMES = {                     # in the official order of the label ids; "f
         industrial_area intersection island lake meadow medium_residential mobile_home_park mountain overpass palace
         parking_lot railway railway_station rectangular_farmland river roundabout runway sea_ice ship snowberg
         sparse_residential stadium storage_tank tennis_court terrace thermal_power_station wetland""".split(),
-    "flowers102": [name.strip() for name in """
+    "flowers102": [" ".join(name.split()) for name in """
         pink primrose, hard-leaved pocket orchid, canterbury bells, sweet pea, english marigold, tiger lily, moon
         orchid, bird of paradise, monkshood, globe thistle, snapdragon, colt's foot, king protea, spear thistle,
         yellow iris, globe-flower, purple coneflower, peruvian lily, balloon flower, giant white arum lily, fire
@@ -597,7 +597,7 @@ UNPACKED = {"cifar10": CIFAR10.base_folder, "cifar100": CIFAR100.base_folder, "d
             "flowers102": "flowers-102/jpg", "eurosat": "eurosat/2750"}
 BY_HAND = {                         # name -> the original layout below data_dir, if it is read, and where to get it
     "cinic10": ("", "unpack CINIC-10.tar.gz (https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz) "
-                "into that folder's parent"),
+                "inside its folder cinic10"),
     "resisc45": ("NWPU-RESISC45/<class>/*.jpg (with train.json, val.json and test.json there, their split)",
                  "get NWPU-RESISC45 from https://huggingface.co/datasets/torchgeo/resisc45, the lists, if you want "
                  "them, from https://github.com/Computer-Vision-in-the-Wild/DataDownload (resisc45_clip)"),
@@ -863,7 +863,7 @@ def class_folders(name, root, splits):
     found = {split: sorted(entry.name for entry in os.scandir(root / split)
                            if entry.is_dir() and not is_hidden(entry.name)) for split in splits}
     key = str if name == "folder" else squeeze
-    spelling = {key(folder): folder for folders in found.values() for folder in folders}
+    spelling = {key(folder): folder for split in reversed(splits) for folder in found[split]}     # train's, if both
     class_names = CLASS_NAMES.get(name) or [spelling[text] for text in sorted(spelling)]
     label = {key(text): i for i, text in enumerate(class_names)}
     if name in CLASS_NAMES:                         # there the label id will do as the name of a class folder
@@ -947,7 +947,7 @@ def join(parts):
 
 def every_fifth(paths, labels):
     """A split where none is official: of each class, by file name, every fifth image, and the other four of five."""
-    rank = np.concatenate([np.arange(count) for count in torch.bincount(labels)])       # the labels are in order
+    rank = np.concatenate([np.arange(count) for count in torch.bincount(labels).tolist()])      # labels are in order
     return [(pick(paths, index), labels[index]) for index in (np.flatnonzero(rank % 5 == 4),
                                                               np.flatnonzero(rank % 5 != 4))]
 
