@@ -920,8 +920,7 @@ def locate(list_file, entries, root):
     wanted = [folder_and_stem(entry) for entry in entries]
     folders = {folder for folder, _ in wanted}
     there = {folder_and_stem(f"{child.name}/{file}"): os.path.join(child.path, file) for child in os.scandir(root)
-             if squeeze(child.name) in folders and not is_hidden(child.name) and child.is_dir()
-             for file in image_files(child.path)}
+             if squeeze(child.name) in folders and child.is_dir() for file in image_files(child.path)}
     missing = [entry for entry, key in zip(entries, wanted) if key not in there]
     if missing:
         raise UserError(f"{list_file}: {len(missing)} of its {len(wanted)} images are not in {root}, "
@@ -1230,6 +1229,7 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
                 splits = (read_svhn(files) if name == "svhn" else
                           read_fashionmnist(files, border=0 if clip else 2) if name == "fashionmnist" else
                           read_cifar(name, files[0] if files[0].suffix else files[0].parent))
+    class_names = prompt_names(name, class_names) if clip else list(class_names)
     side = side or (224 if clip else 8 if name == "digits" else 32)
     view = clip_view(side) if clip else square_view(side, name == "fashionmnist")
     parts = []
@@ -1246,7 +1246,7 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
             parts += [LazyImages(images, side, lambda part: resize(part, side)), labels]
     if memory_gb is None or (len(parts[0]) + len(parts[2])) * 3 * side ** 2 <= memory_gb * 2 ** 30:
         parts[0], parts[2] = (images.prepare(images.source) for images in (parts[0], parts[2]))
-    return Dataset(*parts, prompt_names(name, class_names) if clip else list(class_names), source)
+    return Dataset(*parts, class_names, source)
 
 
 def fingerprint(data):
