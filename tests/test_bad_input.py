@@ -76,6 +76,7 @@ def test_numbers_out_of_range(tmp_path, flag, value):
         (["--amp=yes"], ["--amp"]),
         (["--dataset", "cifra10"], ["--dataset cifra10", "cifar10"]),
         (["--dataset", "imagenet"], ["--dataset imagenet", "digits"]),
+        (["--dataset", "DTD"], ["--dataset DTD: not a data set of this script; there are", "digits", "folder"]),
         (["--clients-per-round", 5], ["--clients-per-round 5", "--clients 4"]),
         (["--clients", 201, "--clients-per-round", 1], ["--clients 201", "200", "--alpha"]),
         (["--image-size", 10], ["--image-size 10", "4"]),
