@@ -1470,7 +1470,7 @@ def quantity_shares(members, clients, random_state, shuffle):
     any (the official program then stops): it owns nothing.
     """
     classes = len(members[0])
-    room = np.full(clients, math.ceil(0.2 * classes))
+    room = np.full(clients, math.ceil(classes / min(clients, 5)))            # fewer than 5 clients: more than a fifth
     parts = [[[np.empty(0, np.int64)] for _ in range(clients)] for _ in members]
     for c, of_class in enumerate(zip(*members)):
         receivers = np.flatnonzero(room)[:max(1, int(0.2 * clients))]
