@@ -629,7 +629,7 @@ def dataset_name(text, among=DATASETS):
     name = next((official for official, others in ALIASES.items() if name in others), name)
     if name not in among:
         close = difflib.get_close_matches(name, among, 1)
-        hint = f" (did you mean {close[0]}?)" if close and name not in DATASETS else ""
+        hint = f" (did you mean {close[0]}?)" if close else ""
         problem = "not a data set of this script" if name in DATASETS else "unknown data set"
         raise UserError(f"--dataset {text}: {problem}{hint}; there are {', '.join(among)}")
     return name
