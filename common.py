@@ -1100,12 +1100,12 @@ def to_rgb(image):
 
 
 def clip_view(side):
-    """What open_clip does with an image for evaluation, short of the division by 255: a function of a Pillow image.
+    """What open_clip does with an RGB image for evaluation, short of the division by 255: short side, then centre.
 
-    Its order: grey, palette and transparent images are resized as they are, then made RGB (transparency is dropped).
+    As in the official FedCoPL loader, images are made RGB first; open_clip resizes palettes and transparency as they are.
     """
     crop = Compose([Resize(side, InterpolationMode.BICUBIC), CenterCrop(side)])
-    return lambda image: crop(to_rgb(image) if image.mode.startswith(("I", "F")) else image).convert("RGB")
+    return lambda image: crop(to_rgb(image))
 
 
 def square_view(side, pad_28=False):

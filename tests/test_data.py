@@ -607,9 +607,8 @@ def clip_pictures():
 
 @pytest.mark.parametrize("side", [16, 24, 56])
 def test_clip_images_are_those_of_open_clip(tmp_path, side):
-    reference = transforms.Compose([transforms.Resize(side, transforms.InterpolationMode.BICUBIC),
-                                    transforms.CenterCrop(side), lambda image: image.convert("RGB"),
-                                    transforms.PILToTensor()])
+    reference = transforms.Compose([common.to_rgb, transforms.Resize(side, transforms.InterpolationMode.BICUBIC),
+                                    transforms.CenterCrop(side), transforms.PILToTensor()])
     write_tree(tmp_path, ["cat"])
     pictures = list(clip_pictures())
     for i, image in enumerate(pictures):
