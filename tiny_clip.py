@@ -7,7 +7,9 @@ Not a method: it makes the starting point of methods that tune prompts. Architec
     python tiny_clip.py --source cifar10                # a fifth of the training images of a data set
     python tiny_clip.py --source my_images              # ... of a folder with {train,test}/<class>/* images
 
-Expected: EXPECTED
+Expected zero-shot accuracy: on the digits 68.5, 67.7 and 71.7 % (seeds 0 to 2; all 1,797 images, none of them seen), in
+57 s of one CPU core; 1 and 3 are predicted 1.3 to 1.6 times, 5 and 8 0.6 to 0.8 times as often as they occur. With 16
+random vectors in place of "a photo of a": 66 to 72 %. On CIFAR-10's test images: CIFARLINE
 
 It writes <data-dir>/tiny_clip/tiny_<source>_s<seed>_<hash of the recipe>.json and .pt, which stock open_clip reads:
     open_clip.add_model_config(json_path)
@@ -18,6 +20,7 @@ Letters in shapes: B pairs of a batch, L tokens of a text, D = 64 features.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -140,7 +143,7 @@ def first_share(labels, share):
     """Indices of the first `share` of each class: what the model learns from, so a federated run leaves them out."""
     labels = np.asarray(labels)
     members = [np.flatnonzero(labels == label) for label in range(int(labels.max()) + 1)]
-    return np.sort(np.concatenate([own[:math.ceil(share * len(own))] for own in members]))
+    return np.sort(np.concatenate([own[:max(1, round(share * len(own)))] for own in members]))
 
 
 def biased_part(labels, share, rng):
@@ -148,7 +151,7 @@ def biased_part(labels, share, rng):
     kept, labels = first_share(labels, share), np.asarray(labels)
     parts = rng.permutation(np.linspace(0.1, 1, int(labels.max()) + 1))
     members = [kept[labels[kept] == label] for label in range(len(parts))]
-    return np.concatenate([own[:math.ceil(part * len(own))] for own, part in zip(members, parts)])
+    return np.concatenate([own[:max(1, round(part * len(own)))] for own, part in zip(members, parts)])
 
 
 def image_batches(images, labels, share, flip, rng):
@@ -246,12 +249,13 @@ def pretrain(class_names, next_batch, steps, batch_size, lr, seed, device):
 
 def find_source(source, data_dir):
     """What --source names: "glyphs", or a data set and the folder to read it from."""
-    name = common.squeeze(source)
+    source = str(source)
+    name = common.squeeze(source) if Path(source).name == source else ""          # ./digits is a folder, digits is not
     if name == "glyphs":
         return "glyphs", None
     if name in common.DATASETS:
         return name, Path(data_dir)
-    if Path(source).expanduser().is_dir():
+    if source and Path(source).expanduser().is_dir():
         return "folder", Path(source).expanduser()
     raise common.UserError(f"--source {source}: neither glyphs nor a data set ({', '.join(common.DATASETS)}) "
                            "nor a folder that exists")
@@ -266,10 +270,10 @@ def load(source, data_dir="data"):
 
 
 def make(source="glyphs", data_dir="data", seed=0, share=0.2, steps=None, batch_size=128, lr=1e-3, device="auto",
-         overwrite=False, data=None):
+         overwrite=False, read=load):
     """The paths of the model's config and weights. If both exist they are returned at once, else they are made.
 
-    steps: default 300 for glyphs, 600 for images. data: what load() gives, if the caller has it already.
+    steps: default 300 for glyphs, 600 for images. read(source, data_dir) gives the Dataset to learn from.
     """
     name, images_at = find_source(source, data_dir)
     device = common.choose_device(device)
@@ -289,7 +293,7 @@ def make(source="glyphs", data_dir="data", seed=0, share=0.2, steps=None, batch_
     if name == "glyphs":
         class_names, next_batch = common.DIGITS, glyph_batches()
     else:
-        data = data or load(source, data_dir)
+        data = read(source, data_dir)
         class_names = [text.replace("_", " ") for text in data.class_names]
         next_batch = image_batches(data.train_images, data.train_labels, share, name not in ("digits", "svhn"),
                                    common.stream(seed, "tiny part"))
@@ -347,15 +351,14 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    find_source(args.source, args.data_dir)
-    device = common.choose_device(args.device)
-    data = load(args.source, args.data_dir)
-    config_path, weights_path = make(**vars(args), data=data)
+    read_once = functools.cache(load)
+    config_path, weights_path = make(**vars(args), read=read_once)
+    data = read_once(args.source, args.data_dir)
     images, labels = data.test_images, data.test_labels
     if common.squeeze(args.source) == "glyphs":         # it has seen none of the digits
         images, labels = torch.cat([data.train_images, images]), torch.cat([data.train_labels, labels])
     class_names = [name.replace("_", " ") for name in data.class_names]
-    predicted = zero_shot(config_path, weights_path, images, class_names, device)
+    predicted = zero_shot(config_path, weights_path, images, class_names, common.choose_device(args.device))
     print(f"config {config_path}\nweights {weights_path}")
     print(f"zero-shot accuracy {(predicted == labels).float().mean() * 100:.1f} % of {len(labels)} images")
     print("class: predicted / true")
