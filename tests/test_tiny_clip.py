@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,17 +19,16 @@ from PIL import Image
 import common
 import tiny_clip
 
-open_clip = pytest.importorskip("open_clip")
 QUICK = dict(steps=3, batch_size=8, device="cpu")
 
 
-def write_images(root, classes, count, shift=0):
+def write_images(root, classes, count):
     """root/{train,test}/<class>/*.png of one grey level each, which tells class and number."""
     for split in ("train", "test"):
         for label, name in enumerate(classes):
             (root / split / name).mkdir(parents=True)
             for i in range(count):
-                Image.new("L", (32, 32), 40 * label + i + shift).save(root / split / name / f"{i:02d}.png")
+                Image.new("L", (32, 32), 40 * label + i).save(root / split / name / f"{i:02d}.png")
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +269,8 @@ def test_mistakes_end_in_one_line(script, tmp_path):
         ("--share", "1.01"): ["--share"],
         ("--steps", "0"): ["--steps"],
         ("--lr", "nan"): ["--lr"],
+        ("--seed", "-1"): ["--seed"],
+        ("--batch-size", "1"): ["--batch-size"],
         ("--data-dir", file): ["--data-dir", str(file)],
         ("--device", "tpu"): ["--device tpu"],
     }.items():
