@@ -552,7 +552,7 @@ CLASS_NAMES = {                     # in the official order of the label ids; "f
         industrial_area intersection island lake meadow medium_residential mobile_home_park mountain overpass palace
         parking_lot railway railway_station rectangular_farmland river roundabout runway sea_ice ship snowberg
         sparse_residential stadium storage_tank tennis_court terrace thermal_power_station wetland""".split(),
-    "flowers102": [name.strip() for name in """
+    "flowers102": [" ".join(name.split()) for name in """
         pink primrose, hard-leaved pocket orchid, canterbury bells, sweet pea, english marigold, tiger lily, moon
         orchid, bird of paradise, monkshood, globe thistle, snapdragon, colt's foot, king protea, spear thistle,
         yellow iris, globe-flower, purple coneflower, peruvian lily, balloon flower, giant white arum lily, fire
@@ -606,7 +606,7 @@ UNPACKED = {"cifar10": CIFAR10.base_folder, "cifar100": CIFAR100.base_folder, "d
             "flowers102": "flowers-102/jpg", "eurosat": "eurosat/2750"}
 BY_HAND = {                         # name -> the original layout below data_dir, if it is read, and where to get it
     "cinic10": ("", "unpack CINIC-10.tar.gz (https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz) "
-                "into that folder's parent"),
+                "inside its folder cinic10"),
     "resisc45": ("NWPU-RESISC45/<class>/*.jpg (with train.json, val.json and test.json there, their split)",
                  "get NWPU-RESISC45 from https://huggingface.co/datasets/torchgeo/resisc45, the lists, if you want "
                  "them, from https://github.com/Computer-Vision-in-the-Wild/DataDownload (resisc45_clip)"),
@@ -629,7 +629,7 @@ def dataset_name(text, among=DATASETS):
     name = next((official for official, others in ALIASES.items() if name in others), name)
     if name not in among:
         close = difflib.get_close_matches(name, among, 1)
-        hint = f" (did you mean {close[0]}?)" if close and name not in DATASETS else ""
+        hint = f" (did you mean {close[0]}?)" if close else ""
         problem = "not a data set of this script" if name in DATASETS else "unknown data set"
         raise UserError(f"--dataset {text}: {problem}{hint}; there are {', '.join(among)}")
     return name
@@ -872,7 +872,7 @@ def class_folders(name, root, splits):
     found = {split: sorted(entry.name for entry in os.scandir(root / split)
                            if entry.is_dir() and not is_hidden(entry.name)) for split in splits}
     key = str if name == "folder" else squeeze
-    spelling = {key(folder): folder for folders in found.values() for folder in folders}
+    spelling = {key(folder): folder for split in reversed(splits) for folder in found[split]}     # train's, if both
     class_names = CLASS_NAMES.get(name) or [spelling[text] for text in sorted(spelling)]
     label = {key(text): i for i, text in enumerate(class_names)}
     if name in CLASS_NAMES:                         # there the label id will do as the name of a class folder
@@ -929,8 +929,7 @@ def locate(list_file, entries, root):
     wanted = [folder_and_stem(entry) for entry in entries]
     folders = {folder for folder, _ in wanted}
     there = {folder_and_stem(f"{child.name}/{file}"): os.path.join(child.path, file) for child in os.scandir(root)
-             if squeeze(child.name) in folders and not is_hidden(child.name) and child.is_dir()
-             for file in image_files(child.path)}
+             if squeeze(child.name) in folders and child.is_dir() for file in image_files(child.path)}
     missing = [entry for entry, key in zip(entries, wanted) if key not in there]
     if missing:
         raise UserError(f"{list_file}: {len(missing)} of its {len(wanted)} images are not in {root}, "
@@ -956,7 +955,7 @@ def join(parts):
 
 def every_fifth(paths, labels):
     """A split where none is official: of each class, by file name, every fifth image, and the other four of five."""
-    rank = np.concatenate([np.arange(count) for count in torch.bincount(labels)])       # the labels are in order
+    rank = np.concatenate([np.arange(count) for count in torch.bincount(labels).tolist()])      # labels are in order
     return [(pick(paths, index), labels[index]) for index in (np.flatnonzero(rank % 5 == 4),
                                                               np.flatnonzero(rank % 5 != 4))]
 
@@ -1101,12 +1100,12 @@ def to_rgb(image):
 
 
 def clip_view(side):
-    """What open_clip does with an image for evaluation, short of the division by 255: a function of a Pillow image.
+    """What open_clip does with an RGB image for evaluation, short of the division by 255: short side, then centre.
 
-    Its order: grey, palette and transparent images are resized as they are, then made RGB (transparency is dropped).
+    As in the official FedCoPL loader, images are made RGB first; open_clip resizes palettes and transparency as they are.
     """
     crop = Compose([Resize(side, InterpolationMode.BICUBIC), CenterCrop(side)])
-    return lambda image: crop(to_rgb(image) if image.mode.startswith(("I", "F")) else image).convert("RGB")
+    return lambda image: crop(to_rgb(image))
 
 
 def square_view(side, pad_28=False):
@@ -1239,6 +1238,7 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
                 splits = (read_svhn(files) if name == "svhn" else
                           read_fashionmnist(files, border=0 if clip else 2) if name == "fashionmnist" else
                           read_cifar(name, files[0] if files[0].suffix else files[0].parent))
+    class_names = prompt_names(name, class_names) if clip else list(class_names)
     side = side or (224 if clip else 8 if name == "digits" else 32)
     view = clip_view(side) if clip else square_view(side, name == "fashionmnist")
     parts = []
@@ -1255,7 +1255,7 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
             parts += [LazyImages(images, side, lambda part: resize(part, side)), labels]
     if memory_gb is None or (len(parts[0]) + len(parts[2])) * 3 * side ** 2 <= memory_gb * 2 ** 30:
         parts[0], parts[2] = (images.prepare(images.source) for images in (parts[0], parts[2]))
-    return Dataset(*parts, prompt_names(name, class_names) if clip else list(class_names), source)
+    return Dataset(*parts, class_names, source)
 
 
 def fingerprint(data):
@@ -1470,7 +1470,7 @@ def quantity_shares(members, clients, random_state, shuffle):
     any (the official program then stops): it owns nothing.
     """
     classes = len(members[0])
-    room = np.full(clients, math.ceil(0.2 * classes))
+    room = np.full(clients, math.ceil(classes / min(clients, 5)))            # fewer than 5 clients: more than a fifth
     parts = [[[np.empty(0, np.int64)] for _ in range(clients)] for _ in members]
     for c, of_class in enumerate(zip(*members)):
         receivers = np.flatnonzero(room)[:max(1, int(0.2 * clients))]

@@ -398,14 +398,14 @@ def drift_diversity(moved):
 
     As in Li et al., partial variance reduction, CVPR 2023. None where nothing moved, or the moves cancel.
     """
-    moved = moved.flatten(1).double()
+    moved = moved.flatten(1).cpu().double()
     joint = moved.sum(0).square().sum().item()
     return moved.square().sum().item() / joint if joint > 0 else None
 
 
 def cosine_distance(prompts):
     """Mean over all pairs of clients of 1 - cos between their prompts (K, ...); None with fewer than two."""
-    flat = F.normalize(prompts.flatten(1).double(), dim=1)
+    flat = F.normalize(prompts.flatten(1).cpu().double(), dim=1)
     pairs = len(flat) * (len(flat) - 1)
     return (1 - (flat.sum(0).square().sum() - flat.square().sum()) / pairs).item() if pairs and flat.numel() else None
 
@@ -693,7 +693,7 @@ def round_row(args, rnd, accuracy, uploads, before, table, sent, seconds):
     """One row of rounds.csv; None where a value does not exist in this round."""
     table = dict(zip(LABEL_COLUMNS, table))
     images, selected = table["images"].sum().item(), table["selected"].sum().item()
-    loss_sum, steps = torch.stack([upload.metrics for upload in uploads]).double().sum(0).tolist()
+    loss_sum, steps = torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()
     active = [k for k, upload in enumerate(uploads) if upload.weight > 0]
     refreshed = rnd % args.refresh == 0
     gap = None

@@ -112,6 +112,7 @@ OWN_MISTAKES = {
     "proxyfl.py": [
         (["--partition", "pathological"], ["--partition", "official", "dirichlet"]),
         (["--variant", "both"], ["--variant", "paper", "official"]),
+        (["--dataset", "DTD"], ["--dataset DTD: not a data set of this script", "digits", "folder"]),
         (["--candidate-set", "top3"], ["--candidate-set", "top5"]),
         (["--clients-per-round", 5], ["--clients-per-round 5", "--clients 4"]),
         (["--clients", 201, "--clients-per-round", 1], ["--clients 201", "200", "--alpha"]),
@@ -122,7 +123,6 @@ OWN_MISTAKES = {
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
         (["--partition", "official"], ["--partition", "dirichlet", "quantity", "iid"]),
         (["--clients", 201], ["--clients 201", "200"]),
-        (["--partition", "quantity", "--clients", 4], ["--partition quantity", "--clients 4"]),
         (["--dataset", "svhn"], ["--dataset svhn", "cifar10", "dtd"]),
         (["--dataset", "fashion-mnist"], ["--dataset fashion-mnist", "cifar10", "dtd"]),
         (["--aggregate", "all"], ["--aggregate", "visual", "text", "both", "none"]),

@@ -177,6 +177,16 @@ def test_quantity_takes_consecutive_images_and_the_second_of_a_pair_gets_more_th
             assert 0 < len(held[pair[0]]) < len(held[pair[1]])
 
 
+def test_quantity_bounds_of_the_first_of_a_pair():
+    """[max(share / K, 10 / C), share): 40 images for two receivers give a share of 20, and 10 / C is 5."""
+    labels, numbers = (np.repeat(np.arange(2), 40), np.repeat(np.arange(2), 400)), [[], []]
+    for seed in range(300):
+        for part, found in zip(common.clip_partition(*labels, 10, 1, "quantity", np.random.RandomState(seed)), numbers):
+            found += [len(part[0]), len(part[2])]
+    assert set(numbers[0]) == set(range(5, 20))
+    assert 20 <= min(numbers[1]) < 25 and 190 < max(numbers[1]) < 200  # share 200: its tenth is the bound
+
+
 @pytest.mark.parametrize("test_per_class", [1, 3, 16])
 def test_quantity_with_few_test_images(test_per_class):
     """The official program ends in a TypeError here: an empty share turns its indices into floats."""

@@ -2,14 +2,17 @@
 import gzip
 import hashlib
 import io
+import json
 import os
 import pickle
+import re
 import socket
 import struct
 import tarfile
 import time
 import urllib.error
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
-from torchvision import transforms
+from torchvision import datasets, transforms
 
 import common
 from common import UserError, load_dataset
@@ -604,9 +607,8 @@ def clip_pictures():
 
 @pytest.mark.parametrize("side", [16, 24, 56])
 def test_clip_images_are_those_of_open_clip(tmp_path, side):
-    reference = transforms.Compose([transforms.Resize(side, transforms.InterpolationMode.BICUBIC),
-                                    transforms.CenterCrop(side), lambda image: image.convert("RGB"),
-                                    transforms.PILToTensor()])
+    reference = transforms.Compose([common.to_rgb, transforms.Resize(side, transforms.InterpolationMode.BICUBIC),
+                                    transforms.CenterCrop(side), transforms.PILToTensor()])
     write_tree(tmp_path, ["cat"])
     pictures = list(clip_pictures())
     for i, image in enumerate(pictures):
@@ -749,3 +751,409 @@ def test_class_names_that_read_the_same_are_refused(tmp_path):
     assert load_dataset("folder", tmp_path).class_names == ["01_red_fox", "02_RedFox"]
     message = error("folder", tmp_path, clip=True)
     assert "01_red_fox and 02_RedFox" in message and "'Red Fox'" in message
+
+
+# ---- image files with lists, or without a split --------------------------------------------------------------------
+UCF_CLASSES = ["HandstandPushups", "ApplyEyeMakeup", "YoYo", "Hammering", "HammerThrow",
+               *(f"Sport{chr(65 + i // 26)}{chr(97 + i % 26)}" for i in range(96))]
+CUB_CLASSES = [f"{i:03d}.Black_{chr(97 + i // 26)}{chr(97 + i % 26)}_Bird" for i in range(1, 201)]
+TREE_CLASSES = {"dtd": common.CLASS_NAMES["dtd"], "resisc45": common.CLASS_NAMES["resisc45"], "cub": CUB_CLASSES,
+                "ucf101": sorted(UCF_CLASSES, key=str.lower), "eurosat": common.CLASS_NAMES["eurosat"],
+                "flowers102": common.CLASS_NAMES["flowers102"]}
+
+
+def paint(path, label, number, blue=0):
+    """An image that tells its label and its number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (label, number, blue)).save(path, "PNG")
+
+
+def check_painted(data, classes, train_numbers, test_numbers):
+    """Labels fit the images; the numbers of the images come in this order."""
+    check_form(data, classes, 8)
+    for images, labels, numbers in ((data.train_images, data.train_labels, train_numbers),
+                                    (data.test_images, data.test_labels, test_numbers)):
+        assert torch.equal(images[:, 0, 4, 4].long(), labels) and labels.unique().tolist() == list(range(classes))
+        assert images[:, 1, 4, 4].tolist() == numbers
+
+
+def write_dtd(root):
+    for name in ("train", "val", "test"):
+        (root / "labels").mkdir(parents=True, exist_ok=True)
+        (root / "labels" / f"{name}2.txt").write_text("no/such.jpg\n")      # another partition
+    lists = {"train": [], "val": [], "test": []}
+    for label, text in enumerate(common.CLASS_NAMES["dtd"]):
+        for number, name in enumerate(("train", "val", "test", "test")):
+            paint(root / "images" / text / f"{text}_{number:04d}.jpg", label, number)
+            lists[name].append(f"{text}/{text}_{number:04d}.jpg")
+    for name, entries in lists.items():
+        (root / "labels" / f"{name}1.txt").write_text("\n".join(entries[::-1]) + "\n")
+    return 47, [0] * 47 + [1] * 47, [3, 2] * 47
+
+
+def write_flowers102(root):
+    ids = np.random.default_rng(0).permutation(306) + 1
+    labels = np.arange(306) * 7 % 102
+    for i in range(1, 307):
+        paint(root / "jpg" / f"image_{i:05d}.jpg", labels[i - 1], i % 256)
+    of_class = [ids[labels[ids - 1] == label] for label in range(102)]
+    sets = [np.array([members[k] for members in of_class]) for k in (0, 1, 2)]
+    savemat(root / "imagelabels.mat", {"labels": labels[None] + 1})
+    savemat(root / "setid.mat", {"trnid": sets[0][None], "valid": sets[1][None], "tstid": sets[2][None]})
+    return 102, (np.concatenate(sets[:2]) % 256).tolist(), (sets[2] % 256).tolist()
+
+
+def write_eurosat(root):
+    for label, text in enumerate(common.CLASS_NAMES["eurosat"]):
+        for number in range(1, 11):
+            paint(root / text / f"{text}_{number}.jpg", label, number)
+    return 10, [1, 10, 2, 3, 5, 6, 7, 8] * 10, [4, 9] * 10      # by name, 10 comes after 1: the fifth is number 4
+
+
+def write_resisc45(root):
+    for label, text in enumerate(common.CLASS_NAMES["resisc45"]):
+        for number in range(1, 6):
+            paint(root / text / f"{text}_{number:03d}.jpg", label, number)
+    return 45, [5] * 45, [1, 2, 3, 4] * 45
+
+
+def write_resisc45_lists(place, prefix=""):
+    for name, numbers in (("train", [2]), ("val", [4]), ("test", [5, 1, 3])):
+        files = [f"{prefix}{text}/{text}_{number:03d}.jpg" for text in common.CLASS_NAMES["resisc45"]
+                 for number in numbers]
+        images = [{"id": i, "file_name": file} for i, file in enumerate(files)]
+        (place / f"{name}.json").write_text(json.dumps({"images": images, "annotations": []}))
+    return 45, [2] * 45 + [4] * 45, [5, 1, 3] * 45
+
+
+def write_cub(root):
+    lines = {"images": [], "image_class_labels": [], "train_test_split": []}
+    order = np.random.default_rng(0).permutation(400)
+    for i, k in enumerate(order, 1):
+        label, number = divmod(int(k), 2)
+        file = f"{CUB_CLASSES[label]}/Bird_{number:04d}_{i}.jpg"
+        paint(root / "images" / file, label, number)
+        for name, value in (("images", file), ("image_class_labels", label + 1), ("train_test_split", 1 - number)):
+            lines[name].append(f"{i} {value}")
+    lines["classes"] = [f"{i} {text}" for i, text in enumerate(CUB_CLASSES, 1)]
+    for name, content in lines.items():
+        (root / f"{name}.txt").write_text("\n".join(content) + "\n")
+    return 200, [0] * 200, [1] * 200
+
+
+def write_ucf101(root, lists="json"):
+    """As CoOp names folders and files: Handstand_Pushups/v_HandStandPushups_g01_c01.jpg."""
+    entries = {"train": [], "val": [], "test": []}
+    official = {"train": [], "test": []}
+    for label, text in enumerate(UCF_CLASSES):
+        folder = "_".join(re.findall("[A-Z][^A-Z]*", text))
+        stem = "v_" + text.replace("HandstandPushups", "HandStandPushups")
+        for number, name in enumerate(("train", "val", "test")):
+            file = f"{stem}_g{number:02d}_c01"
+            paint(root / "UCF-101-midframes" / folder / f"{file}.jpg", label, number)
+            entries[name].append([f"{folder}/{file}.jpg", label, folder])
+            official["test" if name == "test" else "train"].append((f"{text}/{file}.avi", label + 1))
+    if lists == "json":
+        (root / "split_zhou_UCF101.json").write_text(json.dumps(entries))
+        return 101, [0] * 101, [2] * 101
+    root = root / "ucfTrainTestlist"
+    root.mkdir()
+    (root / "trainlist01.txt").write_text("".join(f"{file} {label}\r\n" for file, label in official["train"]))
+    (root / "testlist01.txt").write_text("".join(f"{file}\r\n" for file, _ in official["test"]))
+    return 101, [0, 1] * 101, [2] * 101
+
+
+WRITERS = {"dtd": write_dtd, "flowers102": write_flowers102, "eurosat": write_eurosat, "resisc45": write_resisc45,
+           "cub": write_cub, "ucf101": write_ucf101}
+PLACES = {"dtd": "dtd/dtd", "flowers102": "flowers-102", "eurosat": "eurosat/2750", "resisc45": "NWPU-RESISC45",
+          "cub": "CUB_200_2011", "ucf101": "ucf101"}
+
+
+@pytest.mark.parametrize("text, name", [
+    ("CUB-200-2011", "cub"), ("cub_200", "cub"), ("CUB", "cub"), ("NWPU-RESISC45", "resisc45"),
+    ("RESISC45", "resisc45"), ("UCF-101", "ucf101"), ("Oxford Flowers", "flowers102"), ("Flowers-102", "flowers102"),
+    ("EuroSAT", "eurosat"), ("DTD", "dtd")])
+def test_names_of_the_clip_data_sets(text, name):
+    assert common.dataset_name(text) == name
+    with pytest.raises(UserError, match="not a data set of this script; there are digits, folder$"):
+        common.dataset_name(text, ("digits", "folder"))
+
+
+@pytest.mark.parametrize("name, place, at", [(name, place, "") for name, place in PLACES.items()] + [
+    ("dtd", "DTD", "DTD"), ("dtd", "dtd", ""), ("flowers102", "oxford_flowers", "oxford_flowers"),
+    ("eurosat", "EuroSAT_RGB", ""), ("eurosat", "2750", "2750"), ("resisc45", "resisc45/NWPU-RESISC45", ""),
+    ("resisc45", "x", "x"), ("cub", "cub/CUB_200_2011", ""), ("cub", "CUB_200_2011", "CUB_200_2011"),
+    ("ucf101", "UCF-101", "UCF-101")])
+def test_layouts_of_image_files(tmp_path, name, place, at):
+    expected = WRITERS[name](tmp_path / place)
+    for folder in ("__MACOSX", ".ipynb_checkpoints"):
+        paint(tmp_path / place / folder / "rubbish.jpg", 0, 0)
+    before = snapshot(tmp_path)
+    data = load_dataset(name, tmp_path / at, 8)
+    check_painted(data, *expected)
+    assert data.class_names == {**TREE_CLASSES, "ucf101": [re.sub("([a-z])([A-Z])", r"\1_\2", text)
+                                                           for text in UCF_CLASSES]}[name]
+    assert data.source.startswith("original files, ") and snapshot(tmp_path) == before
+    lazy = load_dataset(name, tmp_path / at, 8, clip=True, memory_gb=0)
+    assert isinstance(lazy.test_images, common.LazyImages) and len(set(lazy.class_names)) == expected[0]
+    assert torch.equal(lazy.test_images[5:9], data.test_images[5:9])        # plain images of 8 pixels stay as they are
+
+
+def test_class_names_for_clip(tmp_path):
+    def words(name):
+        WRITERS[name](tmp_path / PLACES[name])
+        return load_dataset(name, tmp_path, 8, clip=True, memory_gb=0).class_names
+    assert words("cub")[0] == "black ab bird" and words("ucf101")[:3] == ["Handstand Pushups", "Apply Eye Makeup",
+                                                                          "Yo Yo"]
+    assert words("eurosat") == ["annual crop land", "forest", "brushland or shrubland", "highway or road",
+                                "industrial buildings or commercial buildings", "pasture land", "permanent crop land",
+                                "residential buildings or homes or apartments", "river", "lake or sea"]
+    assert "polka-dotted" in words("dtd") and words("resisc45")[2] == "baseball diamond"
+    assert words("flowers102") == common.CLASS_NAMES["flowers102"]
+
+
+def test_tables_of_class_names():
+    assert {name: len(names) for name, names in common.CLASS_NAMES.items()} == {
+        "digits": 10, "svhn": 10, "fashionmnist": 10, "cifar10": 10, "cinic10": 10, "cifar100": 100, "eurosat": 10,
+        "dtd": 47, "resisc45": 45, "flowers102": 102}
+    for name in ("dtd", "resisc45", "eurosat"):
+        assert common.CLASS_NAMES[name] == sorted(common.CLASS_NAMES[name])
+    flowers = common.CLASS_NAMES["flowers102"]
+    assert [flowers[i] for i in (0, 6, 59, 101)] == ["pink primrose", "moon orchid", "pink-yellow dahlia?",
+                                                     "blackberry lily"]
+    assert flowers == getattr(datasets.Flowers102, "classes", flowers)
+    for names in common.CLASS_NAMES.values():
+        assert len({common.squeeze(text) for text in names}) == len(names)
+
+
+@pytest.mark.parametrize("above, prefix", [(False, ""), (False, "NWPU-RESISC45/"), (True, "train.zip@"),
+                                           (True, "images/")])
+def test_resisc45_with_lists(tmp_path, above, prefix):
+    place = tmp_path / "resisc45_clip"
+    write_resisc45(place / "images" if above else place)
+    data = load_dataset("resisc45", tmp_path, 8)
+    assert data.source == "original files, every fifth image of a class is train"
+    expected = write_resisc45_lists(place, prefix)
+    data = load_dataset("resisc45", tmp_path, 8)
+    check_painted(data, *expected)
+    assert data.source == "original files, train.json with val.json, test.json"
+
+
+def test_ucf101_with_the_official_lists(tmp_path):
+    expected = write_ucf101(tmp_path / "ucf101", "official")
+    data = load_dataset("ucf101", tmp_path, 8)
+    check_painted(data, *expected)
+    assert data.source == "original files, trainlist01.txt, testlist01.txt"
+    assert data.class_names[:3] == ["HandstandPushups", "ApplyEyeMakeup", "YoYo"]
+    assert data.train_labels.tolist() == [label for label in range(101) for _ in range(2)]
+    frames = tmp_path / "ucf101" / "UCF-101-midframes"
+    file = frames / "Handstand_Pushups" / "v_HandStandPushups_g01_c01.jpg"
+    file.rename(file.with_name("v_handstandpushups_g01_c01.JPG"))
+    (frames / "Handstand_Pushups").rename(frames / "HandStandPushups")
+    again = load_dataset("ucf101", tmp_path, 8, clip=True)
+    assert torch.equal(again.train_images, data.train_images) and again.class_names[0] == "Handstand Pushups"
+    write_ucf101(tmp_path / "b" / "ucf101", "json")
+    (tmp_path / "b" / "ucf101" / "split_zhou_UCF101.json").rename(tmp_path / "ucf101" / "split_zhou_UCF101.json")
+    data = load_dataset("ucf101", tmp_path, 8)                              # with both, CoOp's list comes first
+    assert len(data.train_labels) == 101 and data.source == (
+        "original files, train and test of split_zhou_UCF101.json, val unused")
+
+
+@pytest.mark.parametrize("name", TREE_CLASSES)
+def test_trees_of_the_clip_data_sets(tmp_path, name):
+    classes = TREE_CLASSES[name]
+    for label, text in enumerate(classes):
+        paint(tmp_path / name / "train" / text / "a.png", label, 1)
+        paint(tmp_path / name / "test" / text.replace("Pushups", "PushUps") / "a.png", label, 2)
+    data = load_dataset(name, tmp_path, 8)
+    check_painted(data, len(classes), [1] * len(classes), [2] * len(classes))
+    assert data.class_names == classes and data.source == "image folders"
+    (tmp_path / name / "train" / classes[5]).rename(tmp_path / "elsewhere")
+    message = error(name, tmp_path, 8)
+    assert f"has {len(classes) - 1} class folders, {len(classes)} expected, missing: {classes[5]}" in message
+
+
+def test_a_tree_needs_the_official_number_of_classes(tmp_path):
+    for split in ("train", "test"):
+        for text in CUB_CLASSES[:199]:
+            paint(tmp_path / "cub" / split / text / "a.png", 0, 0)
+    assert "has 199 class folders, 200 expected" in error("cub", tmp_path)
+
+
+def edit(path, old, new, count=1):
+    """Replace the first occurrence in a text file, which must be there."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, count))
+
+
+def test_wrong_dtd_is_named(tmp_path):
+    root = tmp_path / "dtd" / "dtd"
+    write_dtd(root)
+    (root / "images" / "grid" / "grid_0003.jpg").unlink()
+    test_list, val_list = root / "labels" / "test1.txt", root / "labels" / "val1.txt"
+    assert (f"{test_list}: 1 of its 94 images are not in {root / 'images'}, the first is grid/grid_0003.jpg"
+            in error("dtd", tmp_path))
+    edit(val_list, "meshed/", "mashed/")
+    assert f"{val_list}: 1 images of unknown classes, the first is mashed/meshed_0001.jpg" in error("dtd", tmp_path)
+    edit(val_list, "mashed/", "meshed")
+    assert f"cannot read {val_list} (ValueError" in error("dtd", tmp_path)              # a line without a class
+    val_list.unlink()
+    assert f"cannot read {val_list} (FileNotFoundError" in error("dtd", tmp_path)
+    write_dtd(root)
+    edit(root / "labels" / "test1.txt", "lined/lined_0003.jpg\n", "")
+    edit(root / "labels" / "test1.txt", "lined/lined_0002.jpg\n", "")
+    assert "no test images of lined" in error("dtd", tmp_path)
+    for name in ("train1", "val1"):
+        (root / "labels" / f"{name}.txt").write_text("")
+    assert "no train images of banded, " in error("dtd", tmp_path)
+
+
+def test_wrong_flowers102_is_named(tmp_path):
+    root = tmp_path / "flowers-102"
+    write_flowers102(root)
+    (root / "jpg" / "image_00007.jpg").unlink()
+    message = error("flowers102", tmp_path)
+    assert f"{root / 'setid.mat'}: 1 of its " in message and "image_00007.jpg" in message
+    savemat(root / "setid.mat", {"trnid": [[1, 2]], "valid": [[3]], "tstid": [[307]]})
+    assert str(root / "setid.mat") in error("flowers102", tmp_path)
+    savemat(root / "setid.mat", {"trnid": [[1, 2]], "valid": [[3]], "tstid": [[4]]})
+    assert "no train images of hard-leaved pocket orchid, canterbury bells, " in error("flowers102", tmp_path)
+    savemat(root / "setid.mat", {"trnid": [[1, 2]]})
+    assert str(root / "setid.mat") in error("flowers102", tmp_path)
+    savemat(root / "imagelabels.mat", {"labels": [[1, 103]]})
+    message = error("flowers102", tmp_path)
+    assert f"cannot read {root / 'imagelabels.mat'} (ValueError: labels 1 to 103, expected 1 to 102)" in message
+
+
+@pytest.mark.parametrize("name, root", [("eurosat", "eurosat/2750"), ("resisc45", "NWPU-RESISC45")])
+def test_wrong_class_folders_are_named(tmp_path, name, root):
+    WRITERS[name](tmp_path / root)
+    last = common.CLASS_NAMES[name][-1]
+    (tmp_path / root / last).rename(tmp_path / root / "moon")
+    count = len(common.CLASS_NAMES[name])
+    assert (f"{tmp_path / root} has {count} class folders, {count} expected, missing: {last}, surplus: moon"
+            in error(name, tmp_path))
+    (tmp_path / root / "moon").rename(tmp_path / root / last)
+    for file in (tmp_path / root / last).iterdir():
+        file.unlink()
+    assert f"class folder {tmp_path / root / last} holds no images" in error(name, tmp_path)
+
+
+def test_wrong_resisc45_lists_are_named(tmp_path):
+    root = tmp_path / "NWPU-RESISC45"
+    write_resisc45(root)
+    write_resisc45_lists(root)
+    edit(root / "test.json", "beach/beach_005", "beach/beach_006")
+    message = error("resisc45", tmp_path)
+    assert f"{root / 'test.json'}: 1 of its 135 images are not in {root}, the first is beach/beach_006.jpg" in message
+    for content in ("{", "{}", '{"images": [{}]}', '{"images": [{"file_name": "a.jpg"}]}', '{"images": [1]}'):
+        (root / "val.json").write_text(content)
+        assert str(root / "val.json") in error("resisc45", tmp_path)
+    (root / "val.json").unlink()
+    assert str(root / "val.json") in error("resisc45", tmp_path)
+
+
+def test_wrong_cub_is_named(tmp_path):
+    root = tmp_path / "CUB_200_2011"
+    write_cub(root)
+    for name, old, new in (("image_class_labels", "400 ", "401 "), ("image_class_labels", " 200\n", " 201\n"),
+                           ("train_test_split", " 1\n", " 2\n"), ("train_test_split", "7 ", "x "),
+                           ("classes", "200 ", "201 "), ("classes", "1 001.", "1 1 001.")):
+        path = root / f"{name}.txt"
+        content = path.read_text()
+        edit(path, old, new)
+        assert str(path) in error("cub", tmp_path), (name, old)
+        path.write_text(content)
+    for file in ("classes.txt", "image_class_labels.txt", "train_test_split.txt"):
+        (root / file).rename(tmp_path / "kept")
+        assert f"cannot read {root / file} (FileNotFoundError" in error("cub", tmp_path)
+        (tmp_path / "kept").rename(root / file)
+    next((root / "images" / CUB_CLASSES[5]).iterdir()).unlink()
+    assert f"{root / 'images.txt'}: 1 of its 200 images are not in {root / 'images'}" in error("cub", tmp_path)
+    (root / "images").rename(root / "pictures")
+    assert str(root / "images") in error("cub", tmp_path)
+
+
+def test_wrong_ucf101_is_named(tmp_path):
+    root = tmp_path / "ucf101"
+    write_ucf101(root)
+    (root / "UCF-101-midframes" / "Yo_Yo" / "v_YoYo_g02_c01.jpg").unlink()
+    message = error("ucf101", tmp_path)
+    assert f"{root / 'split_zhou_UCF101.json'}: 1 of its 101 images" in message and "v_YoYo_g02_c01" in message
+    edit(root / "split_zhou_UCF101.json", "Yo_Yo/v_YoYo_g02", "Ha_Ha/v_YoYo_g02")
+    assert "1 images of unknown classes, the first is Ha_Ha/v_YoYo_g02" in error("ucf101", tmp_path)
+    for content in ("", "[]", '{"train": []}', '{"train": [["a/b.jpg", 0, "a"]], "test": []}',
+                    '{"train": [1], "test": []}'):
+        (root / "split_zhou_UCF101.json").write_text(content)
+        assert f"cannot read {root / 'split_zhou_UCF101.json'}" in error("ucf101", tmp_path)
+    (root / "split_zhou_UCF101.json").unlink()
+    assert "no split_zhou_UCF101.json in" in error("ucf101", tmp_path)
+    write_ucf101(tmp_path / "b" / "ucf101", "official")
+    (tmp_path / "b" / "ucf101" / "ucfTrainTestlist" / "testlist01.txt").unlink()
+    assert "testlist01.txt" in error("ucf101", tmp_path / "b")
+
+
+@pytest.mark.parametrize("name, words", [
+    ("dtd", ["/dtd/download/dtd-r1.0.1.tar.gz", "/dtd/dtd-r1.0.1.tar.gz or unpacked as", "/dtd/dtd,"]),
+    ("flowers102", ["/flowers/102/102flowers.tgz", "/flowers-102/102flowers.tgz or unpacked as", "/flowers-102/jpg,"]),
+    ("eurosat", ["https://huggingface.co/", "/eurosat/EuroSAT.zip or unpacked as", "/eurosat/2750,"]),
+    ("resisc45", ["no airplane/ in", "/NWPU-RESISC45/<class>/*.jpg", "train.json", "https://", "not downloaded"]),
+    ("cub", ["no images.txt in", "/CUB_200_2011/{images.txt,", "CUB_200_2011.tgz from https://", "not downloaded"]),
+    ("ucf101", ["no split_zhou_UCF101.json and no Apply_Eye_Makeup/ in", "UCF-101-midframes/<Class_Name>/*.jpg",
+                "trainlist01.txt", "https://", "not downloaded"])])
+def test_missing_clip_data_message(tmp_path, name, words):
+    message = error(name, tmp_path)
+    assert all(word in message for word in [*words, "--data-dir", f"{tmp_path / name}/{{train,test}}/<class>/*"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def pack(archive, folder, inner):
+    """The content of a folder as an archive in which it is called `inner`."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    if archive.suffix == ".zip":
+        with zipfile.ZipFile(archive, "w") as file:
+            for path in folder.rglob("*"):
+                file.write(path, Path(inner) / path.relative_to(folder))
+    else:
+        with tarfile.open(archive, "w:gz") as file:
+            file.add(folder, inner)
+
+
+@pytest.mark.parametrize("name, archive, inner, place", [
+    ("dtd", "dtd-r1.0.1.tar.gz", "dtd", "dtd"), ("eurosat", "EuroSAT.zip", "2750", "eurosat"),
+    ("flowers102", "102flowers.tgz", "jpg", "flowers-102")])
+def test_archives_are_downloaded_and_unpacked_once(tmp_path, monkeypatch, name, archive, inner, place):
+    made = tmp_path / "made"
+    expected = WRITERS[name](made)
+    pack(made / archive, made / "jpg" if name == "flowers102" else made, inner)
+    fetched = []
+    def fake(url, path, md5):
+        assert url.endswith(f"/{path.name}") and len(md5) == 32
+        fetched.append(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes((made / path.name).read_bytes())
+    monkeypatch.setattr(common, "download", fake)
+    for _ in range(2):
+        check_painted(load_dataset(name, tmp_path / "data", 8), *expected)
+    files = [archive] + (["imagelabels.mat", "setid.mat"] if name == "flowers102" else [])
+    assert fetched == [tmp_path / "data" / place / file for file in files]
+    assert sorted(path.name for path in (tmp_path / "data" / place).iterdir()) == sorted([*files, inner])
+    for where in (tmp_path / "by hand", tmp_path / "by hand too" / place):                # put there by the user
+        for file in files:
+            where.mkdir(parents=True, exist_ok=True)
+            (where / file).write_bytes((made / file).read_bytes())
+        check_painted(load_dataset(name, tmp_path / where.relative_to(tmp_path).parts[0], 8), *expected)
+    assert len(fetched) == len(files)
+
+
+@pytest.mark.parametrize("how", ["truncated", "garbage", "empty", "other"])
+@pytest.mark.parametrize("name, archive", [("dtd", "dtd-r1.0.1.tar.gz"), ("eurosat", "EuroSAT.zip")])
+def test_damaged_archives_are_named_and_leave_nothing(tmp_path, name, archive, how):
+    path = tmp_path / "data" / archive
+    paint(tmp_path / "made" / "a.png", 0, 0)
+    pack(path, tmp_path / "made", "other")
+    if how != "other":
+        damage(path, how)
+    assert f"cannot unpack {path}" in error(name, tmp_path / "data")
+    assert {entry.name for entry in (tmp_path / "data").iterdir()} <= {archive, "other"}

@@ -241,6 +241,13 @@ def test_capacity_of_a_class_that_nobody_predicts(n_train, classes, clients, exp
             assert fedcopl.allocate(counts, n_train, iteration)[:, 0].tolist() == [value] * clients
 
 
+def test_capacities_are_exact_where_double_precision_is_not():
+    """One class: M = U, so u / U * M is u itself."""
+    counts = torch.randint(1, 2**27, (200, 1), generator=seeded(0))
+    assert torch.equal(fedcopl.allocate(counts, 500, 0), counts)
+    assert not torch.equal((counts.double() / counts.sum() * counts.sum()).ceil().long(), counts)
+
+
 def test_fallback_is_exact():
     """ceil of a quotient that is an integer, at a size where double precision cannot hold it."""
     n_train = 4 * 3 * 7 * (2**52 + 1)
@@ -696,7 +703,8 @@ def test_only_the_prompts_learn_and_every_layer_does(small_clip):
 
 
 def test_frozen_model_is_in_evaluation_mode(small_clip):
-    """Its patch dropout would make each pass another one."""
+    """Not every part that behaves differently in training need be in use."""
+    assert not any(module.training for module in small_clip.ours.clip.modules())
     images = torch.randn(2, 3, 48, 48, generator=seeded(8), dtype=torch.float64)
     passes = [small_clip.ours.encode_image(images) for _ in range(2)]
     assert torch.equal(*passes)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import fedcopl
 import proxyfl
 
 README = (ROOT / "README.md").read_text()
@@ -38,16 +39,25 @@ def test_results_name_their_settings_and_no_machine():
         assert seed and config["settings"]["seed"] == int(seed[1])
 
 
-def test_diff_tags_and_flags_agree_between_script_and_readme(capsys):
-    source = (ROOT / "proxyfl.py").read_text()
+def section(script):
+    """The README's chapters on one script, and the flags that its --help knows."""
+    chapters = re.split(r"^(?=## )", README, flags=re.M)
+    name = {"proxyfl.py": "ProxyFL", "fedcopl.py": "FedCoPL"}[script]
+    return "".join(chapter for chapter in chapters if re.match(rf"## (Results of )?{name}\n", chapter))
+
+
+@pytest.mark.parametrize("module", [proxyfl, fedcopl], ids=lambda module: module.__name__)
+def test_diff_tags_and_flags_agree_between_script_and_readme(module, capsys):
+    file = ROOT / f"{module.__name__}.py"
+    source, text = file.read_text(), section(file.name)
     with pytest.raises(SystemExit):
-        proxyfl.parse_args(["--help"])
+        module.parse_args(["--help"])
     flags = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))
-    listed = dict(re.findall(r"^\| (DIFF-\d+) \| `(--[\w-]+)", README, re.M))
-    in_docstring = dict(re.findall(r"^  (DIFF-\d+) +(--[\w-]+)", proxyfl.__doc__, re.M))
+    listed = dict(re.findall(r"^\| (DIFF-\d+) \| `(--[\w-]+)", text, re.M))
+    in_docstring = dict(re.findall(r"^  (DIFF-\d+) +(--[\w-]+)", module.__doc__, re.M))
     assert listed == in_docstring and set(listed.values()) <= flags
     assert set(re.findall(r"DIFF-\d+", source)) == set(listed)
     for tag in listed:
         assert len(re.findall(rf"{tag}\b", source)) >= 3, f"{tag}: docstring, flag and spot"
-    in_readme = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", README)) - {"--nproc-per-node"}
+    in_readme = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) - {"--nproc-per-node"}
     assert in_readme <= flags, in_readme - flags
