@@ -293,8 +293,23 @@ def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
         assert table[0]["drift_visual"] == table[0]["distance_visual"] == ""
 
 
-def test_images_prepared_at_each_use_change_nothing(tmp_path):
+def watched(monkeypatch):
+    """A list that gets the FederatedData of each run to come."""
+    honest, seen = fedcopl.prepare_data, []
+
+    def prepare(*given):
+        prepared = honest(*given)
+        seen.append(prepared[0])
+        return prepared
+
+    monkeypatch.setattr(fedcopl, "prepare_data", prepare)
+    return seen
+
+
+def test_images_prepared_at_each_use_change_nothing(tmp_path, monkeypatch):
+    seen = watched(monkeypatch)
     cached, lazy = train(tmp_path, name="cached"), train(tmp_path, "--cache-gb", 0, name="lazy")
+    assert [type(data.images) for data in seen] == [torch.Tensor, common.LazyImages]
     assert same_run(cached, lazy)
     config = [json.loads((folder / "config.json").read_text()) for folder in (cached, lazy)]
     assert config[0]["data_fingerprint"] == config[1]["data_fingerprint"]
@@ -310,13 +325,11 @@ def test_amp_changes_training_and_no_label(tmp_path):
 
 
 def test_skipped_share_leaves_the_first_images_of_each_class_out(tmp_path, monkeypatch):
-    seen = []
-    honest = fedcopl.prepare_data
-    monkeypatch.setattr(fedcopl, "prepare_data", lambda *given: seen.append(honest(*given)) or seen[-1])
+    seen = watched(monkeypatch)
     for share in (0, 0.2):
         train(tmp_path, "--skip-share", share, "--train-subset", 1000, "--rounds", 1, name=f"share{share}")
     whole = common.load_dataset("digits", "data", 16, clip=True)
-    for share, (data, *_) in zip((0, 0.2), seen):
+    for share, data in zip((0, 0.2), seen):
         for c in range(CLASSES):
             of_class = whole.train_images[whole.train_labels == c]
             first = of_class[: int(share * len(of_class))]
