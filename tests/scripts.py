@@ -1,0 +1,214 @@
+"""The method scripts as the tests run them: a table of short settings, and programs that start within a second."""
+
+import csv
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+
+import common
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Script(NamedTuple):
+    short: str  # two rounds of one local epoch on few, small digits: seconds on a CPU
+    variants: list[str] = [""]  # settings with which a resumed run must equal the straight one
+    needs_clip: bool = False  # also give it --model and --pretrained of the miniature CLIP
+
+
+SCRIPTS = {
+    "proxyfl.py": Script(
+        "--dataset digits --train-subset 200 --image-size 8 --width 4 --clients 4 --clients-per-round 3 --rounds 2 "
+        "--local-epochs 1 --batch-size 8 --gpt-epochs 2 --device cpu",
+        ["", "--variant paper", "--shared-momentum", "--no-icpl --no-gpt"],
+    ),
+    "fedcopl.py": Script(
+        "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
+        "--device cpu",
+        ["", "--refresh 3", "--shared-momentum --aggregate none", "--refresh 1 --aggregate text --no-allocation"],
+        needs_clip=True,
+    ),
+}
+
+
+class Method:
+    """A script of the table, with its module and its short settings."""
+
+    def __init__(self, name):
+        self.name, self.table = name, SCRIPTS[name]
+        self.module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
+        self.short = self.table.short.split()
+        if self.table.needs_clip:
+            self.short += ["--model", str(mini_clip() / "mini.json"), "--pretrained", str(mini_clip() / "mini.pt")]
+
+    def main(self, out_dir, *flags):
+        """The script in this process; flags given here win over the short settings."""
+        name = patch.object(sys, "argv", [str(ROOT / self.name)])  # a run folder says whose it is
+        drawing = patch.object(common.RunFolder, "plot")  # takes longer than all else: only programs do it
+        with name, drawing:
+            self.module.main([*self.short, "--out-dir", str(out_dir), *map(str, flags)])
+
+    def train(self, out_dir, *flags, name="run"):
+        """One run in this process. Returns its folder."""
+        self.main(out_dir, "--run-name", name, *flags)
+        return out_dir / name
+
+    def start(self, out_dir, *flags, **kwargs):
+        """The same as a program that runs on its own: Program, which must be waited for."""
+        return Program(ROOT / self.name, *self.short, "--out-dir", out_dir, *flags, **kwargs)
+
+    def start_ranks(self, ranks, out_dir, *flags):
+        """The same as `torchrun --nproc-per-node <ranks>` starts it, without torchrun: a list of Programs."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        return [
+            self.start(out_dir, *flags, env={**place, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+
+
+@lru_cache
+def method(name):
+    return Method(name)
+
+
+# ---- a CLIP that is small enough for tests ------------------------------------------------------------------------
+
+MINI_CONFIG = {
+    "embed_dim": 24,
+    "quick_gelu": True,
+    "vision_cfg": {"image_size": 16, "patch_size": 8, "width": 32, "head_width": 16, "layers": 3},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+_folder = tempfile.TemporaryDirectory(prefix="mini_clip_")  # removed when the tests end
+
+
+@lru_cache
+def mini_clip():
+    """A folder with mini.json and mini.pt: random weights, made once, whose answers spread over the digits.
+
+    Random towers give almost the same feature for every image; the biases of their last layer norms take that common
+    part away.
+    """
+    import open_clip
+
+    folder = Path(_folder.name)
+    (folder / "mini.json").write_text(json.dumps(MINI_CONFIG))
+    open_clip.add_model_config(folder / "mini.json")
+    torch.manual_seed(0)
+    clip = open_clip.create_model("mini").eval()
+    images = common.load_dataset("digits", "data", 16, 200, clip=True).train_images
+    texts = open_clip.get_tokenizer("mini")([f"a photo of a {digit}" for digit in range(10)])
+    with torch.no_grad():
+        clip.logit_scale.fill_(math.log(100))
+        clip.visual.ln_post.register_forward_hook(lambda _, given, out: pooled.append(out[:, 0].mean(0)))
+        clip.ln_final.register_forward_hook(
+            lambda _, given, out: pooled.append(out[torch.arange(len(texts)), texts.argmax(1)].mean(0))
+        )
+        for norm, encode, inputs in (
+            (clip.visual.ln_post, clip.encode_image, common.normalise(images, (0.5,) * 3, (0.27,) * 3)),
+            (clip.ln_final, clip.encode_text, texts),
+        ):
+            pooled = []
+            encode(inputs)
+            norm.bias -= pooled[0]
+    torch.save(clip.state_dict(), folder / "mini.pt")
+    return folder
+
+
+# ---- programs -----------------------------------------------------------------------------------------------------
+
+# Importing torch takes seconds, so one server imports it once and forks: each program is a process of its own, with
+# nothing of the tests in it, and runs the script's file from the top as `python script.py` does.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["torch.distributed", "torchvision.datasets", "sklearn.datasets", "open_clip", "matplotlib.figure"]
+)
+
+
+def _as_program(command, cwd, env, out, err):
+    for target, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY), target)
+    os.chdir(cwd)
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
+    sys.argv = command
+    sys.path.insert(0, os.path.dirname(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+class Program:
+    """A script in a process of its own."""
+
+    def __init__(self, path, *flags, cwd=None, env=None):
+        self.files = [tempfile.NamedTemporaryFile("r") for _ in range(2)]
+        self.command = [str(path), *map(str, flags)]
+        self.process = PROCESSES.Process(
+            target=_as_program,
+            args=(self.command, str(cwd or tempfile.gettempdir()), env or {}, *(file.name for file in self.files)),
+            daemon=True,
+        )
+        self.process.start()
+
+    @property
+    def running(self):
+        return self.process.is_alive()
+
+    def send_signal(self, which):
+        os.kill(self.process.pid, which)
+
+    def wait(self, timeout=120):
+        """subprocess.CompletedProcess, as subprocess.run would return it."""
+        self.process.join(timeout)
+        if self.running:
+            self.process.kill()
+            self.process.join()
+            raise subprocess.TimeoutExpired(self.command, timeout)
+        return subprocess.CompletedProcess(self.command, self.process.exitcode, *(file.read() for file in self.files))
+
+
+# ---- what a run leaves --------------------------------------------------------------------------------------------
+
+
+def rows(folder):
+    """rounds.csv but for the seconds."""
+    with open(folder / "rounds.csv", newline="") as file:
+        return [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+
+
+def checkpoint(folder):
+    return torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+
+
+def equal(a, b):
+    """Whether two nested structures hold the same values, tensors bit by bit."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def same_run(first, second):
+    """Whether two runs logged the same rounds and ended in the same state; their settings may differ."""
+    a, b = checkpoint(first), checkpoint(second)
+    a.pop("settings"), b.pop("settings")
+    return rows(first) == rows(second) and equal(a, b)

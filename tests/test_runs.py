@@ -1,0 +1,221 @@
+"""Every method script as a program: determinism, resume, kill -9, interruption, locks, files, an empty folder."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from scripts import ROOT, SCRIPTS, checkpoint, rows, same_run
+from scripts import method as find_method
+
+import common
+
+VARIANTS = [(name, variant) for name, table in SCRIPTS.items() for variant in table.variants]
+
+
+def test_same_command_same_bits_other_seed_other_bits(method, tmp_path):
+    first, second = method.train(tmp_path, name="a"), method.train(tmp_path, name="b")
+    assert same_run(first, second)
+    other = method.train(tmp_path, "--seed", 2, name="c")
+    assert not same_run(first, other)
+    assert (first / "clients.csv").read_text() == (other / "clients.csv").read_text()  # the split has a seed of its own
+    split = method.train(tmp_path, "--split-seed", 1, name="d")
+    assert (first / "clients.csv").read_text() != (split / "clients.csv").read_text()
+
+
+@pytest.mark.parametrize("name, variant", VARIANTS)
+def test_resumed_run_equals_the_straight_one(tmp_path, name, variant):
+    """fedcopl.py: 2 rounds end with a labelling period or, with --refresh 3, in its middle."""
+    method, flags = find_method(name), variant.split()
+    straight = method.train(tmp_path, *flags, "--rounds", 4, name="straight")
+    method.train(tmp_path, *flags, "--rounds", 2, name="parts")
+    parts = method.train(tmp_path, *flags, "--rounds", 4, "--resume", name="parts")
+    assert same_run(straight, parts)
+    for table in (path.name for path in straight.glob("*.csv") if path.name != "rounds.csv"):
+        assert (straight / table).read_text() == (parts / table).read_text()
+    assert json.loads((parts / "summary.json").read_text())["finished"]
+    before = (parts / "rounds.csv").read_bytes()
+    method.train(tmp_path, *flags, "--rounds", 4, "--resume", name="parts")  # nothing left to do
+    assert (parts / "rounds.csv").read_bytes() == before
+
+
+def test_kill_9_in_any_round_then_resume(method, tmp_path):
+    flags = ["--rounds", 6, "--local-epochs", 2]
+    method.train(tmp_path, *flags, name="straight")
+    for attempt, wait_for in enumerate((0, 3)):  # complete rounds before the kill
+        folder = tmp_path / f"killed{attempt}"
+        program = method.start(tmp_path, *flags, "--run-name", folder.name)
+        while program.running and not (
+            (folder / "config.json").exists()
+            and (wait_for == 0 or (folder / "rounds.csv").exists() and len(rows(folder)) >= wait_for)
+        ):
+            time.sleep(0.002)
+        time.sleep(0.03 * attempt)
+        program.send_signal(signal.SIGKILL)
+        assert program.wait().returncode == -signal.SIGKILL
+        done = method.start(tmp_path, *flags, "--run-name", folder.name, "--resume").wait()
+        assert done.returncode == 0 and same_run(tmp_path / "straight", folder), (wait_for, done.stderr)
+
+
+def test_row_without_its_checkpoint_is_dropped_on_resume(method, tmp_path):
+    straight = method.train(tmp_path, "--rounds", 3, name="straight")
+    parts = method.train(tmp_path, "--rounds", 2, name="parts")
+    with open(parts / "rounds.csv", "a") as file:
+        file.write((parts / "rounds.csv").read_text().splitlines()[-1] + "\n3,half a ro")
+    method.train(tmp_path, "--rounds", 3, "--resume", name="parts")
+    assert same_run(straight, parts)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(method, tmp_path, how):
+    program = method.start(tmp_path, "--rounds", 500, "--run-name", "run")
+    while not (tmp_path / "run" / "checkpoint.pt").exists():
+        time.sleep(0.02)
+        assert program.running
+    program.send_signal(how)
+    done = program.wait(60)
+    assert done.returncode == 130 and "--resume" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert 1 <= checkpoint(tmp_path / "run")["round"] < 500
+
+
+def test_divergence_stops_with_one_line_and_status_1(method, tmp_path):
+    done = method.start(tmp_path, "--lr", "1e30", "--run-name", "run").wait()
+    assert done.returncode == 1 and "diverged in round 1" in done.stderr and "Traceback" not in done.stderr
+    assert "--resume" not in done.stderr and not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+# ---- the run folder -----------------------------------------------------------------------------------------------
+
+FILES = {"config.json", "clients.csv", "rounds.csv", "summary.json", "checkpoint.pt", "curves.png", "common.py"}
+COLUMNS = {"round", "test_acc_pct", "bytes_up", "bytes_down", "seconds"}  # of every script, beside the losses
+SUMMARY = """final_acc_pct mean_last10_acc_pct best_acc_pct best_round rounds seconds seconds_per_round bytes_up
+    bytes_down finished""".split()
+
+
+def test_run_folder_holds_what_the_contract_names(method, tmp_path):
+    done = method.start(tmp_path, "--run-name", "run", "--rounds", 3).wait()
+    assert done.returncode == 0 and done.stderr == ""
+    folder = tmp_path / "run"
+    assert {path.name for path in folder.iterdir()} >= FILES | {os.path.basename(method.name)}
+    assert not list(folder.glob(".*"))  # no temporary file stays
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    config, summary = (
+        json.loads((folder / name).read_text(), parse_constant=pytest.fail)  # strict JSON: no Infinity, no NaN
+        for name in ("config.json", "summary.json")
+    )
+    assert config["script"] == os.path.basename(method.name) and config["settings"]["rounds"] == 3
+    assert config["commit"] and config["device"].startswith("cpu") and config["versions"]["torch"]
+
+    with open(folder / "rounds.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["round"] for row in table] == ["1", "2", "3"]
+    assert COLUMNS < set(table[0]) and any(column.startswith("loss_") for column in table[0])
+    for row in table:
+        assert None not in row and None not in row.values() and not {"nan", "inf", "None"} & set(row.values())
+        assert 0 <= float(row["test_acc_pct"]) <= 100 and float(row["seconds"]) > 0
+        assert int(row["bytes_up"]) > 0 and int(row["bytes_down"]) > 0
+
+    accuracy = [float(row["test_acc_pct"]) for row in table]
+    assert set(SUMMARY) <= set(summary) and summary["finished"] is True and summary["rounds"] == 3
+    assert summary["final_acc_pct"] == accuracy[-1] and summary["best_acc_pct"] == max(accuracy)
+    assert accuracy[summary["best_round"] - 1] == max(accuracy)
+    assert summary["mean_last10_acc_pct"] == pytest.approx(np.mean(accuracy), abs=1e-3)
+    for total in ("bytes_up", "bytes_down"):
+        assert summary[total] == sum(int(row[total]) for row in table)
+    assert summary["seconds"] == pytest.approx(sum(float(row["seconds"]) for row in table), abs=0.01)
+
+    with open(folder / "clients.csv", newline="") as file:
+        clients = [{key: int(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    assert [row["client"] for row in clients] == [0, 1, 2, 3]
+    kinds = [key for key in clients[0] if key != "client" and "_" not in key]
+    assert kinds and all(row[kind] == sum(row[f"{kind}_{c}"] for c in range(10)) for row in clients for kind in kinds)
+    assert sum(row[kind] for row in clients for kind in kinds if kind != "test") == 200
+
+    settings = dict(word.split("=", 1) for word in done.stdout.splitlines()[0].split(" ") if "=" in word)
+    assert settings["rounds"] == "3" and settings["seed"] == "1" and settings["dataset"] == "digits"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("round ")]
+    assert [line.split(" | ")[0] for line in lines] == [f"round {k}/3" for k in (1, 2, 3)]
+    said = [float(re.search(r"\| acc ([\d.]+) \|", line)[1]) for line in lines]
+    assert said == pytest.approx(accuracy, abs=0.051)
+    assert done.stdout.splitlines()[-1].startswith(f"final {accuracy[-1]:.2f} %")
+    assert checkpoint(folder)["round"] == 3  # loaded with weights_only=True
+
+
+def test_script_and_common_alone_in_an_empty_folder(method, tmp_path):
+    """A real interpreter, with the spawn start method, that finds nothing of this repository but two files."""
+    name = os.path.basename(method.name)
+    for source in (ROOT / method.name, ROOT / "common.py"):
+        shutil.copy(source, tmp_path)
+    code = (
+        "import multiprocessing, runpy, sys; multiprocessing.set_start_method('spawn'); "
+        f"sys.argv = [{name!r}, *{method.short}]; runpy.run_path({name!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith(f"{name.removesuffix('.py')}_digits_") and folder.name.endswith("_s1")
+    assert (folder / "summary.json").exists()
+    assert json.loads((folder / "config.json").read_text())["commit"] == "unknown"
+
+
+# ---- two processes, one folder ------------------------------------------------------------------------------------
+
+
+def everything(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_two_processes_cannot_write_one_folder(method, tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    run = method.train(tmp_path)
+    (run / "notes").mkdir()
+    (run / "notes" / "mine.txt").write_text("precious")
+    before = everything(run)
+    other = os.open(run, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    for flags in (["--resume", "--rounds", 3], ["--overwrite"], ["--overwrite", "--seed", 2]):
+        with pytest.raises(common.UserError, match="another process"):
+            method.train(tmp_path, *flags)
+        assert everything(run) == before, flags  # nothing removed, nothing written
+    os.close(other)
+    method.train(tmp_path, "--resume", "--rounds", 3)
+    assert len(rows(run)) == 3
+    method.train(tmp_path, "--overwrite", "--rounds", 1)
+    assert len(rows(run)) == 1 and not (run / "notes").exists()
+    assert same_run(run, method.train(tmp_path, "--rounds", 1, name="fresh"))
+
+
+def test_a_running_program_holds_its_folder(method, tmp_path):
+    pytest.importorskip("fcntl")
+    program = method.start(tmp_path, "--rounds", 500, "--run-name", "run")
+    while not (tmp_path / "run" / "checkpoint.pt").exists():
+        time.sleep(0.02)
+        assert program.running
+    program.send_signal(signal.SIGSTOP)
+    before = everything(tmp_path)
+    try:
+        for flags in (["--resume"], ["--overwrite"]):
+            with pytest.raises(common.UserError, match="another process"):
+                method.train(tmp_path, "--rounds", 500, *flags)
+            assert everything(tmp_path) == before
+    finally:
+        program.send_signal(signal.SIGCONT)
+        program.send_signal(signal.SIGKILL)
+        program.wait()
+    method.train(tmp_path, "--overwrite", "--rounds", 1)  # the lock went with the process
+    assert len(rows(tmp_path / "run")) == 1
