@@ -1102,7 +1102,7 @@ def to_rgb(image):
 def clip_view(side):
     """What open_clip does with an RGB image for evaluation, short of the division by 255: short side, then centre.
 
-    As in the official FedCoPL loader, images are made RGB first; open_clip resizes palettes and transparency as they are.
+    Images are made RGB first, as in the official FedCoPL loader; open_clip resizes palettes as they are.
     """
     crop = Compose([Resize(side, InterpolationMode.BICUBIC), CenterCrop(side)])
     return lambda image: crop(to_rgb(image))
@@ -1179,15 +1179,11 @@ class LazyImages:
         return self.prepare(pick(self.source, torch.from_numpy(np.arange(len(self))[index])))
 
 
-def without_first(labels, share):
-    """Sorted indices of the images but the first floor(share * n) of each class of n."""
-    if not 0 <= share < 1:
-        raise UserError(f"--skip-share {share}: must be in [0, 1)")
-    kept = []
-    for label in labels.unique():
-        members = (labels == label).nonzero().flatten()
-        kept.append(members[math.floor(share * len(members) + 1e-9):])      # 0.29 * 100 is 28.999999999999996
-    return torch.cat(kept).sort().values
+def first_of_each(labels, share):
+    """Sorted indices of the first ceil(share * n) images of each class of n."""
+    labels = torch.as_tensor(labels)
+    members = [(labels == label).nonzero().flatten() for label in labels.unique()]
+    return torch.cat([own[:math.ceil(share * len(own) - 1e-9)] for own in members]).sort().values   # 0.07 * 100 > 7
 
 
 def balanced_subset(labels, class_names, n):
@@ -1212,10 +1208,12 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
 
     side: pixels of the square result, default 32 (digits: 8; clip: 224). clip: prepare the images as CLIP has them,
     and make words of the class names.
-    skip_share: leave out this first part of each class's training images, before train_subset is taken.
+    skip_share: leave out first_of_each class's training images, before train_subset is taken.
     memory_gb: if the images need more GiB than this they become LazyImages, which are prepared at each use.
     """
     name = dataset_name(name)
+    if not 0 <= skip_share < 1:
+        raise UserError(f"--skip-share {skip_share}: must be in [0, 1)")
     data_dir = Path(data_dir).expanduser().absolute()
     if name == "digits":
         source, class_names, splits = "embedded", DIGITS, read_digits()
@@ -1244,7 +1242,11 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
     parts = []
     for split, (images, labels) in zip(("train", "test"), splits):
         if split == "train" and skip_share:
-            keep = without_first(labels, skip_share)
+            keep = torch.ones_like(labels, dtype=torch.bool)
+            keep[first_of_each(labels, skip_share)] = False
+            keep = keep.nonzero().flatten()
+            if len(labels[keep].unique()) < len(class_names):
+                raise UserError(f"--skip-share {skip_share}: leaves no training image of some class")
             images, labels = pick(images, keep), labels[keep]
         if split == "train" and train_subset is not None:
             keep = balanced_subset(labels, class_names, train_subset)

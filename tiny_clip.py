@@ -21,7 +21,6 @@ Letters in shapes: B pairs of a batch, L tokens of a text, D = 64 features.
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import math
@@ -140,16 +139,9 @@ def glyph_batches():
     return batch
 
 
-def first_share(labels, share):
-    """Indices of the first `share` of each class: what the model learns from, so a federated run leaves them out."""
-    labels = np.asarray(labels)
-    members = [np.flatnonzero(labels == label) for label in range(int(labels.max()) + 1)]
-    return np.sort(np.concatenate([own[:max(1, round(share * len(own)))] for own in members]))
-
-
 def biased_part(labels, share, rng):
     """Of each class's first share a part: all of one random class, a tenth of another, evenly in between."""
-    kept, labels = first_share(labels, share), np.asarray(labels)
+    kept, labels = common.first_of_each(labels, share).numpy(), np.asarray(labels)
     parts = rng.permutation(np.linspace(0.1, 1, int(labels.max()) + 1))
     members = [kept[labels[kept] == label] for label in range(len(parts))]
     return np.concatenate([own[:max(1, round(part * len(own)))] for own, part in zip(members, parts)])
@@ -161,7 +153,7 @@ def image_batches(images, labels, share, flip, rng):
     Of one random class nine images in ten are blurred, of another none: sharp images then look less like the former.
     """
     index = torch.from_numpy(biased_part(labels, share, rng))
-    images, labels = enlarge(images[index]), labels[index]
+    images, labels = images[index], labels[index]
     blur = rng.permutation(np.linspace(0, 0.9, int(labels.max()) + 1))
     blurred = torch.from_numpy(rng.random(len(index)) < blur[labels])
     small = F.interpolate(images[blurred], (SIDE // 2, SIDE // 2), mode="bilinear", antialias=True)
@@ -172,15 +164,6 @@ def image_batches(images, labels, share, flip, rng):
         draws = torch.from_numpy(rng.random((n, common.WEAK_DRAWS), np.float32))
         return common.weak_view(images[chosen], draws, flip), labels[chosen]
     return batch
-
-
-def enlarge(images):
-    """(N, 3, S, S) uint8 -> (N, 3, 32, 32) uint8, bicubic."""
-    if images.shape[-1] == SIDE:
-        return images
-    large = [Image.fromarray(image).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-             for image in images.permute(0, 2, 3, 1).contiguous().numpy()]
-    return torch.from_numpy(np.stack(large)).permute(0, 3, 1, 2).contiguous()
 
 
 def normalise(images):
@@ -265,16 +248,14 @@ def find_source(source, data_dir):
 def load(source, data_dir="data"):
     """The images on which the source's model is meant to be used, 32 x 32: the digits for glyphs, else its own."""
     name, folder = find_source(source, data_dir)
-    name = "digits" if name == "glyphs" else name
-    data = common.load_dataset(name, folder or data_dir, side=8 if name == "digits" else SIDE)
-    return data._replace(train_images=enlarge(data.train_images), test_images=enlarge(data.test_images))
+    return common.load_dataset("digits" if name == "glyphs" else name, folder or data_dir, SIDE, clip=True)
 
 
 def make(source="glyphs", data_dir="data", seed=0, share=0.2, steps=None, batch_size=128, lr=1e-3, device="auto",
-         overwrite=False, read=load):
+         overwrite=False, data=None):
     """The paths of the model's config and weights. If both exist they are returned at once, else they are made.
 
-    steps: default 300 for glyphs, 600 for images. read(source, data_dir) gives the Dataset to learn from.
+    steps: default 300 for glyphs, 600 for images. data: what load() gives, if the caller has it.
     """
     name, images_at = find_source(source, data_dir)
     device = common.choose_device(device)
@@ -294,8 +275,8 @@ def make(source="glyphs", data_dir="data", seed=0, share=0.2, steps=None, batch_
     if name == "glyphs":
         class_names, next_batch = common.DIGITS, glyph_batches()
     else:
-        data = read(source, data_dir)
-        class_names = [text.replace("_", " ") for text in data.class_names]
+        data = data or load(source, data_dir)
+        class_names = data.class_names
         next_batch = image_batches(data.train_images, data.train_labels, share, name not in ("digits", "svhn"),
                                    common.stream(seed, "tiny part"))
     print(f"pre-training {config_path.stem}: {steps} steps of {batch_size} on {common.device_name(device)}", flush=True)
@@ -352,19 +333,17 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    read_once = functools.cache(load)
-    config_path, weights_path = make(**vars(args), read=read_once)
-    data = read_once(args.source, args.data_dir)
+    data = load(args.source, args.data_dir)
+    config_path, weights_path = make(**vars(args), data=data)
     images, labels = data.test_images, data.test_labels
     if common.squeeze(args.source) == "glyphs":         # it has seen none of the digits
         images, labels = torch.cat([data.train_images, images]), torch.cat([data.train_labels, labels])
-    class_names = [name.replace("_", " ") for name in data.class_names]
-    predicted = zero_shot(config_path, weights_path, images, class_names, common.choose_device(args.device))
+    predicted = zero_shot(config_path, weights_path, images, data.class_names, common.choose_device(args.device))
     print(f"config {config_path}\nweights {weights_path}")
     print(f"zero-shot accuracy {(predicted == labels).float().mean() * 100:.1f} % of {len(labels)} images")
     print("class: predicted / true")
-    counts = [part.bincount(minlength=len(class_names)).tolist() for part in (predicted, labels)]
-    for name, guesses, own in zip(class_names, *counts):
+    counts = [part.bincount(minlength=len(data.class_names)).tolist() for part in (predicted, labels)]
+    for name, guesses, own in zip(data.class_names, *counts):
         print(f"  {name}: {guesses} / {own}")
 
 

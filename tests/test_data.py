@@ -701,19 +701,22 @@ def test_fingerprint_is_that_of_the_whole_tensors():
 # ---- --skip-share --------------------------------------------------------------------------------------------------
 def test_skip_share_leaves_out_the_first_of_each_class(tmp_path):
     write_tree(tmp_path, ["cat", "dog"], per_class=4)
-    for i in (1, 2, 3):
+    for i in (2, 3):
         (tmp_path / "train" / "dog" / f"00{i}.png").unlink()
-    for share, kept in ((0, [0, 10, 20, 30, 0]), (0.24, [0, 10, 20, 30, 0]), (0.25, [10, 20, 30, 0]),
-                        (0.5, [20, 30, 0]), (0.99, [30, 0])):
+    for share, kept in ((0, [0, 10, 20, 30, 0, 10]), (0.24, [10, 20, 30, 10]), (0.25, [10, 20, 30, 10]),
+                        (0.26, [20, 30, 10]), (0.5, [20, 30, 10])):
         data = load_dataset("folder", tmp_path, skip_share=share)
         assert data.train_images[:, 1, 0, 0].tolist() == kept and len(data.test_labels) == 8
-        assert data.train_labels.tolist() == [0] * (len(kept) - 1) + [1]
+        assert data.train_labels.tolist() == ([0] * (len(kept) - 1) + [1] if share else [0] * 4 + [1] * 2)
+    assert "--skip-share 0.51" in error("folder", tmp_path, skip_share=0.51)               # no dog would be left
     full, part = (load_dataset("digits", "nowhere", skip_share=share) for share in (0, 0.3))
     for label in range(10):
         members = full.train_images[full.train_labels == label]
-        assert torch.equal(part.train_images[part.train_labels == label], members[len(members) * 3 // 10:])
+        assert torch.equal(part.train_images[part.train_labels == label], members[-(-len(members) * 3 // 10):])
     assert torch.equal(part.test_images, full.test_images)
-    assert len(common.without_first(torch.zeros(100), 0.29)) == 71          # not 72, as 0.29 * 100 < 29 in floats
+    first = common.first_of_each(full.train_labels, 0.3)                # together they are all, and share none
+    assert len(first) + len(part.train_labels) == len(full.train_labels)
+    assert common.first_of_each(torch.zeros(100), 0.07).tolist() == list(range(7))         # 0.07 * 100 > 7 in floats
 
 
 def test_skip_share_comes_before_the_subset(tmp_path):

@@ -193,10 +193,10 @@ def test_contrastive_loss_against_a_loop():
 
 def test_share_takes_the_first_of_each_class():
     labels = [1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 2]
-    assert tiny_clip.first_share(labels, 0.4).tolist() == [0, 1, 2, 3, 4, 12]
-    assert tiny_clip.first_share(torch.tensor(labels), 1).tolist() == list(range(13))
+    assert common.first_of_each(labels, 0.4).tolist() == [0, 1, 2, 3, 4, 12]
+    assert common.first_of_each(torch.tensor(labels), 1).tolist() == list(range(13))
     labels = np.repeat(np.arange(10), 100)
-    first = tiny_clip.first_share(labels, 0.2)
+    first = common.first_of_each(labels, 0.2).tolist()
     part = tiny_clip.biased_part(labels, 0.2, common.stream(0, "part"))
     assert set(part) < set(first) and len(set(part)) == len(part)
     assert sorted(np.bincount(labels[part])) == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
@@ -236,14 +236,6 @@ def test_faces_are_there_and_differ():
     assert (distance + 100 * torch.eye(len(tiny_clip.FACES)) > 1).all()
     between = torch.cdist(flat, flat) + 100 * torch.eye(10)  # between the digits of a face: no box for all of them
     assert (between > 5).all()
-
-
-def test_enlarged_as_pillow_does():
-    small = torch.randint(256, (4, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    large = tiny_clip.enlarge(small)
-    red = Image.fromarray(small[3, 0].numpy()).resize((32, 32), Image.Resampling.BICUBIC)
-    assert large.shape == (4, 3, 32, 32) and np.array_equal(large[3, 0], np.asarray(red))
-    assert tiny_clip.enlarge(large) is large
 
 
 def test_script_alone(script, tmp_path, capsys):
