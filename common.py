@@ -252,14 +252,15 @@ class RunFolder:
     """<out_dir>/<name>: config.json, clients.csv, rounds.csv, summary.json, checkpoint.pt, curves.png.
 
     The constructor only checks; nothing is written before open(). With `writer` off (ranks other than the first)
-    files are read, never written. Settings named in `free` may change on a resume, and --rounds may grow. `extra` has
+    files are read, never written. Settings in FREE and `free` may change on a resume (--rounds may grow). `extra` has
     further entries of summary.json.
     """
 
-    def __init__(self, out_dir, name, settings, resume=False, overwrite=False, writer=True,
-                 free=("data_dir", "cache_gb", "device", "amp", "out_dir", "run_name", "resume", "overwrite")):
+    FREE = {"rounds", "data_dir", "cache_gb", "device", "amp", "out_dir", "run_name", "resume", "overwrite"}
+
+    def __init__(self, out_dir, name, settings, resume=False, overwrite=False, writer=True, free=()):
         self.path, self.writer = Path(out_dir).expanduser() / name, writer
-        self.resumed, self.overwrite, self.free = resume, overwrite, {*free, "rounds"}
+        self.resumed, self.overwrite, self.free = resume, overwrite, self.FREE | {*free}
         self.script, self.rows, self.saved, self.lock, self.extra = Path(sys.argv[0]), [], 0, None, {}
         self.settings = {key: str(value) if value == math.inf else value for key, value in settings.items()}
         if resume and overwrite:
@@ -337,7 +338,7 @@ class RunFolder:
             changed = [f"{key} {self.config.get(key)} -> {value}" for key, value in facts.items()
                        if self.config.get(key) != value]
             if changed:
-                raise UserError(f"--resume: not the data that {self.path} began with: " + "; ".join(changed))
+                raise UserError(f"--resume: not what {self.path} began with: " + "; ".join(changed))
             self._lock()
             resumed = [*self.config.get("resumed", []), {"after_round": self.saved, **here}]
             config = self.config | {"settings": self.settings, "resumed": resumed}
@@ -346,13 +347,15 @@ class RunFolder:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock()
-                for old in self.path.iterdir() if self.overwrite else ():      # not the folder itself: it has the lock
+                # not the folder itself: it has the lock; and last what tells that this is a run
+                before = self.path.iterdir() if self.overwrite else ()
+                for old in sorted(before, key=lambda old: old.name == "config.json"):
                     shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
             except OSError as error:
                 raise UserError(f"--out-dir: cannot write {self.path} ({error.strerror})") from None
         self._replace("config.json", lambda file: file.write_text(json.dumps(config, indent=1), encoding="utf-8"))
         if self.rows:
-            _write_csv(self.path / "rounds.csv", self.rows)          # drops a round whose checkpoint was never written
+            self.save_table("rounds.csv", self.rows)                 # drops a round whose checkpoint was never written
             return
         (self.path / "rounds.csv").unlink(missing_ok=True)
         _write_csv(self.path / "clients.csv", client_rows)
@@ -1255,9 +1258,32 @@ def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_
             parts += [LazyImages(images, side, lambda part: load_images(part, side, view)), labels]
         else:
             parts += [LazyImages(images, side, lambda part: resize(part, side)), labels]
-    if memory_gb is None or (len(parts[0]) + len(parts[2])) * 3 * side ** 2 <= memory_gb * 2 ** 30:
-        parts[0], parts[2] = (images.prepare(images.source) for images in (parts[0], parts[2]))
-    return Dataset(*parts, class_names, source)
+    return cache_images(Dataset(*parts, class_names, source), memory_gb)
+
+
+def cache_images(data, memory_gb=None):
+    """The Dataset with its LazyImages prepared, or as it is if they need more than this many GiB."""
+    train, test = data.train_images, data.test_images
+    if memory_gb is not None and (len(train) + len(test)) * math.prod(train.shape[1:]) > memory_gb * 2 ** 30:
+        return data
+    return data._replace(train_images=train.prepare(train.source), test_images=test.prepare(test.source))
+
+
+def spare_memory_gb():
+    """Half of this machine's memory in GiB, shared by its processes of this run; 8 where the system does not say."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 ** 30
+    except (AttributeError, OSError, ValueError):
+        memory = 16
+    return memory / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def take(images, index, device):
+    """images[index] on the device; from the host's memory to a GPU through pinned memory, without waiting."""
+    batch = images[index]
+    if device.type == "cuda" and batch.device.type == "cpu":
+        return batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device)
 
 
 def fingerprint(data):

@@ -32,13 +32,16 @@ flag is not measured unless it says so.
   DIFF-6   --split-seed        the code's split is the same whatever the seed of the run; so is ours, by default
 Without a flag, since no figure depends on it: ties in confidence (the earlier image is kept; the code replaces the
 first slot of least confidence); the code drops five patch tokens after the last block, which reads the class token
-alone; class prototypes that the code computes and does not use; its float logs. Where the code stops with an error (no
+alone; class prototypes that the code computes and does not use; its batch order, which comes from one generator with
+seed 0 for all clients and ignores the seed; its prompt lengths, which no setting reaches. The note's zero-shot figures
+may be pooled, the others are means over clients: both are logged. Where the code stops with an error (no
 or one image passes the filters, nothing is selected, a client without test images), the client has counts 0, weight 0
 and sits the round out, or does not enter the mean. The note says that visual prompts alone halve what is sent; in bytes
 they are 84 % of both, so the saving is 16 %.
 """
 
 import hashlib
+import json
 import math
 import os
 import time
@@ -71,7 +74,8 @@ PRESETS = {
     "folder": PAPER,                                                       # ours
     "digits": PAPER | dict(model="tiny", pretrained="glyphs", clients=5),  # ours: quick; see the README
 }
-LABEL_BATCH = 256                       # images of a pass without gradients; no result depends on it
+LABEL_BATCH = 256                       # images of a pass without gradients; changes results by rounding alone
+TINY_SHARE = 0.2                        # of each class's training images: what a data set's miniature CLIP has seen
 
 
 def parse_args(argv=None):
@@ -89,7 +93,7 @@ def parse_args(argv=None):
     run.add_argument("--amp", action=switch, default=None,
                      help="bfloat16 autocast of the two towers in training; labels, losses in float32 [on for CUDA]")
     run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
-    run.add_argument("--run-name", default=None, help="the run folder [fedcopl_<dataset>_b<beta>_s<seed>]")
+    run.add_argument("--run-name", default=None, help="the run folder [fedcopl_<dataset>_<split>_s<seed>]")
     run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
     run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     data = parser.add_argument_group("data and model")
@@ -98,22 +102,23 @@ def parse_args(argv=None):
     data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
     data.add_argument("--train-subset", type=number(int, 1), default=None,
                       help="class-balanced subset of N training images, for quick runs [all]")
-    data.add_argument("--skip-share", type=number(float, 0, 0.99), default=0.0,
+    data.add_argument("--skip-share", type=number(float, 0, 0.99), default=None,
                       help="leave out this first share of each class's training images: what a miniature CLIP was "
-                           "trained on (tiny_clip.py --share) [0]")
-    data.add_argument("--cache-gb", type=number(float, 0), default=16.0,
-                      help="GiB of memory for the decoded images; where they need more, each is decoded when used [16]")
+                           f"trained on (tiny_clip.py --share) [{TINY_SHARE} if it learns from this data set, else 0]")
+    data.add_argument("--cache-gb", type=number(float, 0), default=None,
+                      help="GiB for the decoded images in each process; where they need more, each is decoded when "
+                           "it is used [half the memory of the machine, shared by its processes]")
     data.add_argument("--model", default=None,
                       help="an open_clip model name, or its JSON file; tiny: the miniature of tiny_clip.py [preset]")
     data.add_argument("--pretrained", default=None,
                       help="an open_clip tag or a weights file, .pt or .safetensors; with --model tiny: what "
-                           "tiny_clip.py learns from [preset]")
+                           "tiny_clip.py learns from: glyphs, a data set or a folder [preset; tiny: the data set]")
     data.add_argument("--template", default=None, help="zero-shot text, {} is the class name [preset]")
     fed = parser.add_argument_group("federation")
     fed.add_argument("--beta", type=common.concentration, default=0.1,
                      help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1, paper]")
     fed.add_argument("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
-                     help="the published splits: by --beta, a fifth of the classes a client, or even [dirichlet]")
+                     help="the published splits: by --beta; a fifth of the classes a client; even [dirichlet]")
     fed.add_argument("--shuffle-classes", action=switch, default=False,
                      help="shuffle the images of a class before the quantity split, DIFF-5 [off, official]")
     fed.add_argument("--clients", type=number(int, 1), default=None, help="K; all take part [preset, paper 10 or 5]")
@@ -148,7 +153,8 @@ def parse_args(argv=None):
     labels.add_argument("--entropy-quantile", type=number(float, 0, 1), default=0.5,
                         help="the 1 - q quantile of the entropy is the bound [0.5, official]")
     labels.add_argument("--allocation", action=switch, default=True,
-                        help="the server balances the classes; off: a client's own counts are its capacities [on]")
+                        help="the server balances the classes; off: a client's own counts are its capacities, which "
+                             "is our reading, as no source says what remains [on]")
     labels.add_argument("--budget", choices=("ceil", "exact"), default="ceil", help="M, DIFF-1 [ceil, official]")
     labels.add_argument("--unseen-classes", choices=("grow", "none"), default="grow",
                         help="capacity of classes that nobody predicts, DIFF-2 [grow, official]")
@@ -156,16 +162,23 @@ def parse_args(argv=None):
                         help="arithmetic of the capacities, DIFF-3 [integer]")
     args = parser.parse_args(argv)
 
-    for name, value in PRESETS[args.dataset].items():
+    preset = PRESETS[args.dataset]
+    if args.model == "tiny" and args.pretrained is None:
+        args.pretrained = "glyphs" if args.dataset == "digits" else args.dataset
+    elif args.model not in (None, preset["model"]) and args.pretrained is None:
+        if preset["pretrained"] not in open_clip.list_pretrained_tags_by_model(args.model):
+            parser.error(f"--model {args.model} needs --pretrained: an open_clip tag or a weights file")
+    for name, value in preset.items():
         if getattr(args, name) is None:
-            # weights belong to their model: those of the preset are none for another one
-            foreign = name == "pretrained" and args.model != PRESETS[args.dataset]["model"]
-            setattr(args, name, {"tiny": "glyphs"}.get(args.model) if foreign else value)
-    if args.pretrained is None:
-        parser.error(f"--model {args.model} needs --pretrained: an open_clip tag or a weights file")
+            setattr(args, name, value)
+    if args.skip_share is None:                                            # what the miniature has seen with labels
+        args.skip_share = TINY_SHARE if args.model == "tiny" and args.pretrained == args.dataset else 0.0
     if args.template.count("{}") != 1:
         parser.error(f"--template {args.template!r}: expected one {{}}, the place of the class name")
-    args.run_name = args.run_name or f"fedcopl_{args.dataset}_b{args.beta:g}_s{args.seed}"
+    if args.shuffle_classes and args.partition != "quantity":
+        parser.error(f"--shuffle-classes changes --partition quantity alone, not {args.partition}")
+    split = f"b{args.beta:g}" if args.partition == "dirichlet" else args.partition
+    args.run_name = args.run_name or f"fedcopl_{args.dataset}_{split}_s{args.seed}"
     return args
 
 
@@ -275,12 +288,15 @@ def unit_features(pooled, projection):
 
 
 def load_clip(model, pretrained):
-    """An open_clip model by name or JSON file, with weights by tag or file: (PromptedCLIP, side, mean, std)."""
+    """An open_clip model by name or JSON file, with weights by tag or file.
+
+    Returns the PromptedCLIP, the side of its images, their (mean, std), and a fingerprint of all that makes the model.
+    """
     given, config = model, None
     if model.endswith(".json"):
         try:
             open_clip.add_model_config(Path(model).resolve(strict=True))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise common.UserError(f"--model {model}: cannot be read ({common.one_line(error)})") from None
         model = Path(model).stem
     if model in open_clip.list_models():
@@ -293,8 +309,13 @@ def load_clip(model, pretrained):
             + (f" (did you mean {close[0]}?)" if close else "")))
     options = {}
     if os.path.isfile(pretrained):
-        # OpenAI's original file is a TorchScript archive, which the safe loader refuses, and has QuickGELU
-        if zipfile.is_zipfile(pretrained) and any("/code/" in name for name in zipfile.ZipFile(pretrained).namelist()):
+        try:
+            with zipfile.ZipFile(pretrained) as archive:
+                names = archive.namelist()
+        except (OSError, zipfile.BadZipFile):
+            names = []
+        # OpenAI's original file is a TorchScript archive (torch tells them so): no pickle is read, QuickGELU is meant
+        if any(name.endswith("/constants.pkl") for name in names):
             options = dict(weights_only=False, force_quick_gelu=True)
         trouble = f"--pretrained {pretrained}: not the weights of --model {model}"
     else:
@@ -315,17 +336,25 @@ def load_clip(model, pretrained):
         tokenizer = open_clip.get_tokenizer(model)
     except Exception as error:
         raise common.UserError(f"{trouble} ({common.one_line(error)[:300]})") from None
-    plain = (isinstance(clip, open_clip.CLIP) and isinstance(tokenizer, open_clip.SimpleTokenizer)
-             and hasattr(clip.visual, "transformer") and clip.attn_mask is not None
-             and getattr(clip.visual, "pool_type", "tok") == "tok" and getattr(clip.visual, "attn_pool", None) is None
-             and all(isinstance(block.attn, nn.MultiheadAttention) for tower in (clip.visual, clip)
-                     for block in tower.transformer.resblocks))
-    if not plain:
-        raise common.UserError(f"--model {model}: prompts need OpenAI's kind of CLIP: a ViT that reads its class "
-                               "token, and a causal text tower that reads its end token")
-    side = clip.visual.image_size
-    return (PromptedCLIP(clip, tokenizer), side[0] if isinstance(side, (tuple, list)) else side,
-            tuple(clip.visual.image_mean), tuple(clip.visual.image_std))
+    side = getattr(clip.visual, "image_size", None)
+    side = side[0] if isinstance(side, (tuple, list)) else side
+    try:
+        prompted = PromptedCLIP(clip, tokenizer)
+        text, image = ["a photo of a cat."], torch.linspace(-1, 1, 3 * side ** 2).view(1, 3, side, side)
+        ours = prompted.encode_text(prompted.text_input(text, 0)), prompted.encode_image(image)
+        theirs = clip.encode_text(tokenizer(text), normalize=True), clip.encode_image(image, normalize=True)
+        same = all(torch.allclose(a, b, rtol=0, atol=1e-3) for a, b in zip(ours, theirs))
+    except Exception:                                                      # whatever else a model has or lacks
+        same = False
+    if not same:
+        raise common.UserError(f"--model {given}: prompts need OpenAI's kind of CLIP, a ViT that reads its class "
+                               "token and a causal text tower that reads its end token; without prompts, this one "
+                               "gives other features than open_clip's own forward pass")
+    stats = tuple(clip.visual.image_mean), tuple(clip.visual.image_std)
+    digest = hashlib.sha256(json.dumps([config, sorted(options), side, stats]).encode())
+    for name, value in sorted(clip.state_dict().items()):
+        digest.update(name.encode() + value.contiguous().numpy().tobytes())
+    return prompted, side, stats, digest.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -352,7 +381,7 @@ def estimate(prob, conf_quantile, entropy_quantile):
     if conf_quantile is not None and len(prob):
         passed &= confidence > confidence.quantile(conf_quantile)
     if entropy_quantile is not None and len(prob):
-        entropy = torch.special.entr(prob).sum(1)                          # natural log; 0 log 0 = 0
+        entropy = -(prob * prob.clamp(min=1e-38).log()).sum(1)             # natural log; 0 log 0 = 0
         passed &= entropy < entropy.quantile(1 - entropy_quantile)
     return torch.bincount(label[passed], minlength=prob.shape[1]), passed
 
@@ -443,9 +472,17 @@ def predict(clip, data, images, index, visual, words):
     """Class probabilities (n, C) at temperature 1 of images[index], in float32; words: text features (C, D)."""
     device, parts = words.device, []
     for batch in common.to_device(index, images.device).split(LABEL_BATCH):
-        batch = common.normalise(images[batch].to(device), *data.stats)
+        batch = common.normalise(common.take(images, batch, device), *data.stats)
         parts.append((clip.scale * clip.encode_image(batch, visual) @ words.T).softmax(1))
     return torch.cat(parts) if parts else words.new_zeros(0, len(words))
+
+
+@torch.no_grad()
+def encode_texts(args, clip, text, prompts, clients):
+    """The text features (C, D) of each of these clients, encoded once where all share the text prompts."""
+    if args.aggregate in ("text", "both"):
+        return [clip.encode_text(text, prompts.text[0])] * len(clients)
+    return [clip.encode_text(text, prompts.text[client]) for client in clients]
 
 
 def label_images(args, iteration, ranks, clip, text, zero_shot, data, prompts):
@@ -454,12 +491,11 @@ def label_images(args, iteration, ranks, clip, text, zero_shot, data, prompts):
     The first one asks zero-shot CLIP, its text features being `zero_shot`; later ones each client's own model.
     Returns on all ranks the pseudo-labels of all images (N,), -1 where not selected, and the per-class LABEL_COLUMNS.
     """
-    classes, largest = len(zero_shot), max(map(len, data.train))
-    probs, counts, predicted = [], [], []
-    for client in ranks.mine(range(args.clients)):
+    classes, largest, mine = len(zero_shot), max(map(len, data.train)), ranks.mine(range(args.clients))
+    probs, counts = [], []
+    texts = encode_texts(args, clip, text, prompts, mine) if iteration else [zero_shot] * len(mine)
+    for client, words in zip(mine, texts):
         visual = prompts.visual[client] if iteration else None
-        with torch.no_grad():
-            words = clip.encode_text(text, prompts.text[client]) if iteration else zero_shot
         probs.append(predict(clip, data, data.images, data.train[client], visual, words))
         counts.append(estimate(probs[-1], args.conf_quantile if args.conf_filter else None,
                                args.entropy_quantile if args.entropy_filter else None)[0].cpu())
@@ -471,7 +507,7 @@ def label_images(args, iteration, ranks, clip, text, zero_shot, data, prompts):
             capacity = allocate(counts, len(data.images), iteration, args.budget, args.unseen_classes, args.ceiling)
     capacity = ranks.broadcast(capacity)
     answers = []
-    for client, prob in zip(ranks.mine(range(args.clients)), probs):
+    for client, prob in zip(mine, probs):
         answer = torch.full((2, largest), -1)                              # selected label; for the log, the arg-max
         answer[:, :len(prob)] = torch.stack([select(prob, capacity[client].to(prob.device)), prob.argmax(1)]).cpu()
         answers.append(answer)
@@ -513,7 +549,7 @@ def client_update(args, rnd, client, clip, text, data, prompts, pseudo_label, le
         index = common.to_device(order, data.images.device)
         target = common.to_device(pseudo_label[order].numpy(), device)
         for batch, label in zip(index.split(args.batch_size), target.split(args.batch_size)):
-            images = common.normalise(data.images[batch].to(device, non_blocking=True), *data.stats)
+            images = common.normalise(common.take(data.images, batch, device), *data.stats)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.amp):
                 features = clip.encode_image(images, learned.visual)
                 words = clip.encode_text(text, learned.text)
@@ -562,21 +598,27 @@ def accuracies(scores):
 # ---------------------------------------------------------------------------------------------------------------
 
 # Differs from proxyfl.py: prepare_data, which splits off labelled images there
-def prepare_data(args, device, side, stats):
-    """Load, split and place the data: FederatedData, class names, facts for config.json."""
+def prepare_data(args, device, clip, side, stats):
+    """Load, split and place the data: FederatedData, class names, zero-shot and prompted Text, facts for config.json.
+
+    All that can be refused is refused before the images are decoded.
+    """
     source = common.load_dataset(args.dataset, args.data_dir, side, args.train_subset, clip=True,
-                                 skip_share=args.skip_share, memory_gb=args.cache_gb)
-    train_labels, test_labels = source.train_labels, source.test_labels
+                                 skip_share=args.skip_share, memory_gb=0)
+    names, labels = source.class_names, (source.train_labels, source.test_labels)
+    zero_shot = clip.text_input([args.template.replace("{}", name) for name in names], 0, names)
+    text = clip.text_input([f"{name}." for name in names], args.text_prompts, names)
     # DIFF-6 the published split does not depend on the seed of a run; --split-seed gives others.
-    state = common.clip_random_state(len(source.class_names), args.split_seed)
+    state = common.clip_random_state(len(names), args.split_seed)
     # DIFF-5 "quantity" deals out consecutive images of a class, as published; --shuffle-classes: in random order.
-    parts = common.clip_partition(train_labels.numpy(), test_labels.numpy(), args.clients, args.beta, args.partition,
-                                  state, args.shuffle_classes)
+    parts = common.clip_partition(*(part.numpy() for part in labels), args.clients, args.beta, args.partition, state,
+                                  args.shuffle_classes)
+    source = common.cache_images(source, common.spare_memory_gb() if args.cache_gb is None else args.cache_gb)
     images = [source.train_images, source.test_images]
-    if device.type == "cuda" and sum(map(len, images)) * 3 * side ** 2 < 0.5 * torch.cuda.mem_get_info(device)[0]:
+    if device.type == "cuda" and sum(map(len, images)) * 3 * side ** 2 < 0.6 * torch.cuda.mem_get_info(device)[0]:
         images = [part.to(device) if isinstance(part, torch.Tensor) else part for part in images]
-    data = FederatedData(*images, train_labels, test_labels, *parts, stats)
-    return data, source.class_names, {"data_source": source.source, "data_fingerprint": common.fingerprint(source)}
+    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source), "class_names": names}
+    return FederatedData(*images, *labels, *parts, stats), names, zero_shot, text, facts
 
 
 def prepare_model(args):
@@ -588,7 +630,13 @@ def prepare_model(args):
     except ImportError:
         raise common.UserError("--model tiny is made by tiny_clip.py, which is not here; give --model and --pretrained"
                                ) from None
-    return load_clip(*map(str, tiny_clip.make(args.pretrained, args.data_dir)))
+    try:
+        tiny_clip.find_source(args.pretrained, args.data_dir)
+    except common.UserError:
+        raise common.UserError(f"--pretrained {args.pretrained}: --model tiny learns from glyphs, a data set or a "
+                               "folder; weights, by file or tag, also need their --model") from None
+    # on the CPU wherever the run is: one file for one recipe
+    return load_clip(*map(str, tiny_clip.make(args.pretrained, args.data_dir, share=TINY_SHARE, device="cpu")))
 
 
 def main(argv=None):
@@ -598,22 +646,21 @@ def main(argv=None):
     args.amp = device.type == "cuda" if args.amp is None else args.amp
     if args.shared_momentum and ranks.world > 1:
         raise common.UserError(f"--shared-momentum trains one client after another: not with {ranks.world} ranks")
-    run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
+    torch.backends.cudnn.allow_tf32 = False                                # float32 is what labels are made in
+    # files may move: what is in them has to be the same
+    free = ("model", "pretrained") if os.path.isfile(args.pretrained) else ()
+    run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, ranks.first, free)
     checkpoint = run.load_checkpoint()
-    clip, side, *stats = ranks.first_then_others(lambda: prepare_model(args))
-    clip = clip.to(device)
-    layers = len(clip.vision)
+    clip, side, stats, model_fingerprint = ranks.first_then_others(lambda: prepare_model(args))
+    clip, layers, context = clip.to(device), len(clip.vision), len(clip.clip.positional_embedding)
     if args.prompt_depth is not None and args.prompt_depth > layers:
         raise common.UserError(f"--prompt-depth {args.prompt_depth}: the image tower has {layers} blocks")
-    data, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, device, side, tuple(stats)))
-    classes = len(class_names)
-    zero_shot = clip.text_input([args.template.format(name) for name in class_names], 0, class_names)
-    zero_shot = clip.encode_text(zero_shot)
-    text = clip.text_input([f"{name}." for name in class_names], args.text_prompts, class_names)
-    weights = hashlib.sha256()
-    for name, value in sorted(clip.state_dict().items()):
-        weights.update(name.encode() + value.cpu().contiguous().numpy().tobytes())
-    facts["weights_fingerprint"] = weights.hexdigest()[:16]
+    if args.text_prompts > context - 3:                                    # start, one token of a name, end
+        raise common.UserError(f"--text-prompts {args.text_prompts}: the text context holds {context} tokens")
+    data, class_names, zero_shot, text, facts = ranks.first_then_others(
+        lambda: prepare_data(args, device, clip, side, stats))
+    facts["model_fingerprint"] = model_fingerprint
+    classes, zero_shot = len(class_names), clip.encode_text(zero_shot)
 
     depth = layers - 1 if args.prompt_depth is None else args.prompt_depth
     widths = clip.clip.visual.conv1.out_channels, text.tail.shape[2]
@@ -664,9 +711,8 @@ def main(argv=None):
             before = prompts
             prompts = ranks.broadcast(server_update(args, prompts, uploads) if ranks.first else prompts)
             scores = []
-            for client in ranks.mine(range(args.clients)):
-                with torch.no_grad():
-                    words = clip.encode_text(text, prompts.text[client])
+            mine = ranks.mine(range(args.clients))
+            for client, words in zip(mine, encode_texts(args, clip, text, prompts, mine)):
                 scores.append(evaluate(client, clip, data, prompts.visual[client], words))
             scores = ranks.gather(scores, args.clients)
             if ranks.first:
@@ -730,7 +776,8 @@ def check_finite(row, prompts):
     broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
     broken += [f"{name} prompt" for name, value in prompts._asdict().items() if not value.isfinite().all()]
     if broken:
-        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
+        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower "
+                              "--lr or --visual-lr")
 
 
 # Differs from proxyfl.py: round_line, which has other columns

@@ -4,6 +4,9 @@ import csv
 import itertools
 import json
 import math
+import shutil
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import open_clip
@@ -77,7 +80,7 @@ class World:
         self.args = fedcopl.parse_args([*SHORT, "--clients", str(len(sizes)), *map(str, flags)])
         self.args.amp = False
         self.ranks = common.Ranks("cpu")
-        self.clip, side, *stats = fedcopl.load_clip(self.args.model, self.args.pretrained)
+        self.clip, side, stats, _ = fedcopl.load_clip(self.args.model, self.args.pretrained)
         names = [str(c) for c in range(classes)]
         self.zero_shot = self.clip.encode_text(self.clip.text_input([f"a photo of a {name}" for name in names], 0))
         self.text = self.clip.text_input([f"{name}." for name in names], self.args.text_prompts)
@@ -549,6 +552,7 @@ def test_weights_in_any_usual_form_give_the_same_features(tmp_path):
         assert equal(features(mini_clip() / "mini.json", file), expected), file.name
 
 
+@pytest.mark.filterwarnings("ignore")  # of tracing
 def test_torchscript_archive_as_openai_publishes_it(tmp_path):
     """OpenAI's files are traced modules in half precision that also hold three numbers; their GELU is the quick one."""
     model, tokenizer = stock_clip()
@@ -593,6 +597,7 @@ VISION, WORDS = MINI_CONFIG["vision_cfg"], MINI_CONFIG["text_cfg"]
         dict(vision_cfg=dict(image_size=32, width=8, layers=[1, 1, 1, 1])),  # a ResNet
         dict(custom_text=True),  # as SigLIP: a text tower of its own
         dict(text_cfg=WORDS | dict(no_causal_mask=True)),
+        dict(text_cfg=WORDS | dict(pool_type="last")),  # computed, but differently
         dict(vision_cfg=VISION | dict(pool_type="avg")),
         dict(vision_cfg=VISION | dict(attentional_pool=True, attn_pooler_heads=2)),
     ],
@@ -696,7 +701,67 @@ def test_resume_refuses_other_weights_in_the_same_file(tmp_path):
     state["visual.proj"] = state["visual.proj"] + 1e-3
     torch.save(state, weights)
     message = complaint(METHOD, tmp_path / "out", *flags, "--run-name", "run", "--resume", "--rounds", 3)
-    assert "weights_fingerprint" in message
+    assert "model_fingerprint" in message
+
+
+def test_resume_refuses_another_architecture_or_other_names_around_the_same_numbers(tmp_path):
+    config = write_config(tmp_path / "model.json")
+    flags = with_model(config, mini_clip() / "mini.pt")
+    train(tmp_path / "out", *flags)
+    write_config(config, quick_gelu=not MINI_CONFIG["quick_gelu"])
+    message = complaint(METHOD, tmp_path / "out", *flags, "--run-name", "run", "--resume", "--rounds", 3)
+    assert "model_fingerprint" in message
+    write_tree(tmp_path / "data", ["cat", "cow", "dog"])
+    flags = ["--dataset", "folder", "--data-dir", tmp_path / "data", "--train-subset", 24]
+    train(tmp_path / "out", *flags, name="names")
+    for split in ("train", "test"):
+        (tmp_path / "data" / split / "dog").rename(tmp_path / "data" / split / "zebra")
+    message = complaint(METHOD, tmp_path / "out", *flags, "--run-name", "names", "--resume", "--rounds", 3)
+    assert "class_names" in message and "zebra" in message
+
+
+def test_moved_weights_are_the_same_weights(tmp_path):
+    train(tmp_path / "out")
+    for name in ("mini.json", "mini.pt"):
+        shutil.copy(mini_clip() / name, tmp_path / name)
+    moved = with_model(tmp_path / "mini.json", tmp_path / "mini.pt")
+    assert len(rows(train(tmp_path / "out", *moved, "--resume", "--rounds", 3))) == 3
+
+
+def test_weights_file_is_never_unpickled(tmp_path):
+    """Neither a pickle that runs code nor one that claims to be TorchScript by an entry of its zip file."""
+
+    class Payload:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "executed",))
+
+    torch.save({"visual.proj": Payload()}, tmp_path / "evil.pt")
+    shutil.copy(tmp_path / "evil.pt", tmp_path / "worse.pt")
+    for entry in ("evil/code/x", "evil/constants.pkl"):
+        with zipfile.ZipFile(tmp_path / "worse.pt", "a") as archive:
+            archive.writestr(entry, b"")
+        for name in ("evil.pt", "worse.pt"):
+            message = complaint(METHOD, tmp_path / "out", *with_model(mini_clip() / "mini.json", tmp_path / name))
+            assert name in message and not (tmp_path / "executed").exists()
+
+
+def test_miniature_of_a_data_set_leaves_out_what_it_has_seen():
+    def parsed(*flags):
+        args = fedcopl.parse_args(list(flags))
+        return args.model, args.pretrained, args.skip_share, args.run_name
+
+    assert parsed() == ("tiny", "glyphs", 0, "fedcopl_digits_b0.1_s1")
+    assert parsed("--dataset", "cifar10", "--model", "tiny")[:3] == ("tiny", "cifar10", fedcopl.TINY_SHARE)
+    assert parsed("--dataset", "cifar10", "--model", "tiny", "--skip-share", "0.5")[2] == 0.5
+    assert parsed("--dataset", "cifar10", "--model", "tiny", "--pretrained", "glyphs")[1:3] == ("glyphs", 0)
+    vit = parsed("--dataset", "dtd", "--model", "ViT-B-16-quickgelu", "--partition", "quantity")
+    assert vit == ("ViT-B-16-quickgelu", "openai", 0, "fedcopl_dtd_quantity_s1")
+
+
+def test_prompts_beyond_the_context_are_refused_before_any_image_is_decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "cache_images", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(common, "load_dataset", lambda *_, **__: pytest.fail("loaded"))
+    assert "--text-prompts 75" in complaint(METHOD, tmp_path, "--text-prompts", 75)
 
 
 def test_class_name_too_long_for_the_context(tmp_path):
