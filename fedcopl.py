@@ -55,6 +55,7 @@ import open_clip
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from open_clip.transformer import QuickGELU
 from tqdm import tqdm
 
 import common
@@ -199,7 +200,8 @@ class PromptedCLIP(nn.Module):
     - a visual prompt's output is thrown away after each block, so it is only a key and a value for the image tokens;
     - the last image block is computed for the class token alone, the last text block for the end tokens;
     - text attention is causal: what follows the last end token is cut off, and the start token and the prompts, which
-      never see the class name, are computed once for all classes.
+      never see the class name, are computed once for all classes;
+    - QuickGELU becomes one fused function, its factors part of the frozen weights around it (which changes the model).
     The parameters are read directly: the layout conventions of open_clip's versions make no difference.
     """
 
@@ -207,6 +209,8 @@ class PromptedCLIP(nn.Module):
         super().__init__()
         self.clip, self.tokenizer = clip.eval().requires_grad_(False), tokenizer
         self.vision, self.words = clip.visual.transformer.resblocks, clip.transformer.resblocks
+        for block in (*self.vision, *self.words):
+            fuse_quick_gelu(block.mlp)
 
     @property
     def scale(self):
@@ -250,6 +254,16 @@ class PromptedCLIP(nn.Module):
             tokens = residual_block(block, tokens, prompt[i] if i < depth else None,
                                     read=first if i == len(self.vision) - 1 else None)
         return unit_features(visual.ln_post(tokens[:, 0]), visual.proj)
+
+
+@torch.no_grad()
+def fuse_quick_gelu(mlp):
+    """QuickGELU(x) = x sigmoid(1.702 x) is silu(1.702 x) / 1.702: the same MLP of an open_clip block with silu alone."""
+    if isinstance(mlp.gelu, QuickGELU):
+        mlp.gelu = nn.SiLU()
+        for parameter in mlp.c_fc.parameters():
+            parameter.mul_(1.702)
+        mlp.c_proj.weight.div_(1.702)
 
 
 def residual_block(block, tokens, shared=None, mask=None, read=None):
@@ -338,11 +352,16 @@ def load_clip(model, pretrained):
         raise common.UserError(f"{trouble} ({common.one_line(error)[:300]})") from None
     side = getattr(clip.visual, "image_size", None)
     side = side[0] if isinstance(side, (tuple, list)) else side
+    stats = tuple(clip.visual.image_mean), tuple(clip.visual.image_std)
+    digest = hashlib.sha256(json.dumps([config, sorted(options), side, stats]).encode())
+    for name, value in sorted(clip.state_dict().items()):
+        digest.update(name.encode() + value.contiguous().numpy().tobytes())
     try:
-        prompted = PromptedCLIP(clip, tokenizer)
-        text, image = ["a photo of a cat."], torch.linspace(-1, 1, 3 * side ** 2).view(1, 3, side, side)
-        ours = prompted.encode_text(prompted.text_input(text, 0)), prompted.encode_image(image)
+        clip, text = clip.eval().requires_grad_(False), ["a photo of a cat."]
+        image = torch.linspace(-1, 1, 3 * side ** 2).view(1, 3, side, side)
         theirs = clip.encode_text(tokenizer(text), normalize=True), clip.encode_image(image, normalize=True)
+        prompted = PromptedCLIP(clip, tokenizer)
+        ours = prompted.encode_text(prompted.text_input(text, 0)), prompted.encode_image(image)
         same = all(torch.allclose(a, b, rtol=0, atol=1e-3) for a, b in zip(ours, theirs))
     except Exception:                                                      # whatever else a model has or lacks
         same = False
@@ -350,10 +369,6 @@ def load_clip(model, pretrained):
         raise common.UserError(f"--model {given}: prompts need OpenAI's kind of CLIP, a ViT that reads its class "
                                "token and a causal text tower that reads its end token; without prompts, this one "
                                "gives other features than open_clip's own forward pass")
-    stats = tuple(clip.visual.image_mean), tuple(clip.visual.image_std)
-    digest = hashlib.sha256(json.dumps([config, sorted(options), side, stats]).encode())
-    for name, value in sorted(clip.state_dict().items()):
-        digest.update(name.encode() + value.contiguous().numpy().tobytes())
     return prompted, side, stats, digest.hexdigest()[:16]
 
 

@@ -11,6 +11,7 @@ weights; the code that runs is client_update and predict of the scripts themselv
 """
 
 import argparse
+import copy
 import csv
 import logging
 import resource
@@ -191,7 +192,8 @@ def bench_fedcopl(options, device):
     torch.manual_seed(0)
     net, tokenizer = open_clip.create_model(options.model), open_clip.get_tokenizer(options.model)
     net.logit_scale.data.fill_(np.log(100))
-    clip = fedcopl.PromptedCLIP(net, tokenizer).to(device)
+    clip = fedcopl.PromptedCLIP(copy.deepcopy(net), tokenizer).to(device)  # which rewrites the model it is given
+    net = net.to(device).eval().requires_grad_(False)
     args = fedcopl.parse_args(["--dataset", "dtd", "--local-epochs", "1", "--batch-size", str(options.batch_size)])
     args.amp = options.amp
     side = net.visual.image_size[0]
@@ -203,6 +205,7 @@ def bench_fedcopl(options, device):
     prompts = fedcopl.Prompts(*(0.02 * torch.randn(shape, device=device) for shape in shapes))
     learned = fedcopl.Prompts(*(nn.Parameter(value[0].clone()) for value in prompts))
     optimizer = torch.optim.SGD([{"params": [value]} for value in learned], 0.1, 0.9, weight_decay=0.05)
+    matmul = matmul_gflops(device, torch.bfloat16 if options.amp else torch.float32)
     for classes in options.classes or (10, 47, 100, 200):
         names = [f"class number {i}" for i in range(classes)]  # 22 tokens with the prompts and the period, like DTD's
         text = clip.text_input([f"{name}." for name in names], 16)
@@ -237,6 +240,11 @@ def bench_fedcopl(options, device):
                 parts.append((clip.scale * features @ words.T).softmax(1))
             return torch.cat(parts)
 
+        flops = []
+        for function in (train, train_plainly):
+            with FlopCounterMode(display=False) as counter:
+                function()
+            flops.append(counter.get_total_flops() / options.steps)
         error = (predict() - predict_plainly()).abs().max().item()
         syncs = host_syncs(train, device)
         step = seconds(train, device, options.repeats) / options.steps
@@ -254,6 +262,8 @@ def bench_fedcopl(options, device):
             "step_s": round(step, 4),
             "plain_step_s": round(plain_step, 4),
             "step_ratio": round(plain_step / step, 2),
+            "flop_ratio": round(flops[1] / flops[0], 2),
+            "gflops": round(flops[0] / step / 1e9, 1),
             "label_batch_s": round(labelling, 4),
             "plain_label_batch_s": round(plain_labelling, 4),
             "label_ratio": round(plain_labelling / labelling, 2),
@@ -261,7 +271,7 @@ def bench_fedcopl(options, device):
             "host_syncs": syncs,
             "peak_gib": peak,
         }
-        report(result, options.csv)
+        report(result | {"matmul_gflops": round(matmul, 1)}, options.csv)
 
 
 def main():
