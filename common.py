@@ -481,7 +481,7 @@ def versions():
     found = {"python": platform.python_version()}
     for name in ("torch", "torchvision", "open_clip", "numpy"):
         if name in sys.modules:
-            found[name] = sys.modules[name].__version__
+            found[name] = getattr(sys.modules[name], "__version__", "unknown")
     return found
 
 
