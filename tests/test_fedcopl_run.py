@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import time
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import open_clip
 import plain_clip
 import pytest
 import torch
-from scripts import MINI_CONFIG, checkpoint, equal, mini_clip, rows, same_run
+from scripts import MINI_CONFIG, ROOT, Program, checkpoint, equal, mini_clip, rows, same_run
 from scripts import method as find_method
 from test_bad_input import complaint, write_tree
 
@@ -784,3 +785,21 @@ def test_braces_in_a_template(tmp_path, template):
         train(tmp_path, "--template", template, "--rounds", 1)
     except common.UserError as error:
         assert "--template" in str(error)
+
+
+# ---- the default run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_default_run_ends_above_zero_shot_within_six_minutes(tmp_path_factory, seed):
+    """The first seed also makes the miniature CLIP."""
+    folder = tmp_path_factory.getbasetemp() / "default"
+    folder.mkdir(exist_ok=True)
+    start = time.time()
+    done = Program(ROOT / "fedcopl.py", "--seed", seed, "--run-name", f"run{seed}", cwd=folder).wait(600)
+    assert done.returncode == 0, done.stderr
+    assert time.time() - start < 360
+    summary = json.loads((folder / "runs" / f"run{seed}" / "summary.json").read_text())
+    assert 55 < summary["zeroshot_client_mean_pct"] < 80
+    assert summary["zeroshot_client_mean_pct"] + 4 <= summary["final_acc_pct"] <= 90
