@@ -42,6 +42,7 @@ they are 84 % of both, so the saving is 16 %.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import time
@@ -258,7 +259,7 @@ class PromptedCLIP(nn.Module):
 
 @torch.no_grad()
 def fuse_quick_gelu(mlp):
-    """QuickGELU(x) = x sigmoid(1.702 x) is silu(1.702 x) / 1.702: the same MLP of an open_clip block with silu alone."""
+    """QuickGELU(x) = x sigmoid(1.702 x) is silu(1.702 x) / 1.702: the same MLP of an open_clip block, with silu."""
     if isinstance(mlp.gelu, QuickGELU):
         mlp.gelu = nn.SiLU()
         for parameter in mlp.c_fc.parameters():
@@ -345,11 +346,14 @@ def load_clip(model, pretrained):
         trouble = (f"--pretrained {pretrained}: the weights are not in the cache and the download failed; on a machine "
                    "with a network, fill the hub's cache once with the same command, or save the weights there as a "
                    f"file and give it as --pretrained FILE (.pt or .safetensors, for --model {model})")
+    logging.disable(logging.ERROR)                                         # without a network the hub logs a lot
     try:
         clip = open_clip.create_model(model, pretrained=pretrained, **options)
         tokenizer = open_clip.get_tokenizer(model)
     except Exception as error:
         raise common.UserError(f"{trouble} ({common.one_line(error)[:300]})") from None
+    finally:
+        logging.disable(logging.NOTSET)
     side = getattr(clip.visual, "image_size", None)
     side = side[0] if isinstance(side, (tuple, list)) else side
     stats = tuple(clip.visual.image_mean), tuple(clip.visual.image_std)
@@ -666,6 +670,8 @@ def main(argv=None):
     free = ("model", "pretrained") if os.path.isfile(args.pretrained) else ()
     run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, ranks.first, free)
     checkpoint = run.load_checkpoint()
+    if ranks.first and args.model != "tiny" and not os.path.isfile(args.pretrained):
+        print(f"loading the weights {args.pretrained} of {args.model}: from the hub's cache, or downloaded", flush=True)
     clip, side, stats, model_fingerprint = ranks.first_then_others(lambda: prepare_model(args))
     clip, layers, context = clip.to(device), len(clip.vision), len(clip.clip.positional_embedding)
     if args.prompt_depth is not None and args.prompt_depth > layers:
