@@ -26,6 +26,24 @@ def test_each_figure_is_the_mean_of_its_runs(final, spread, last10, spread10, se
         assert deviation == ("" if len(values) == 1 else f"{np.std(values, ddof=1):.2f}")
 
 
+def test_zero_shot_figures_are_those_of_the_runs_in_the_same_chapter():
+    chapters = [chapter for chapter in re.split(r"^### ", README, flags=re.M) if "CLIP zero-shot, " in chapter]
+    assert len(chapters) == 2
+    for chapter in chapters:
+        mean, pooled = re.search(
+            r"CLIP zero-shot, .*?(\d+\.\d\d) % mean over clients,\s(\d+\.\d\d) % pooled", chapter
+        ).groups()
+        for *_, runs in FIGURE.findall(chapter):
+            for folder in ROOT.glob(runs):
+                summary = json.loads((folder / "summary.json").read_text())
+                assert f"{summary['zeroshot_client_mean_pct']:.2f}" == mean
+                assert f"{summary['zeroshot_pooled_pct']:.2f}" == pooled
+
+
+def test_no_figure_is_still_to_be_filled_in():
+    assert not re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b|\bTODO\b|\bXX+\b", README)
+
+
 def test_results_name_their_settings_and_no_machine():
     folders = [path.parent for path in ROOT.glob("results/**/summary.json")]
     assert folders and len(FIGURE.findall(README)) >= 6
