@@ -7,7 +7,7 @@ are where the two kinds of prompts come from.
     python fedcopl.py                              # a miniature CLIP made on the spot, embedded digits: CPU, minutes
     python fedcopl.py --dataset dtd --beta 0.1     # the paper's setting: OpenAI's ViT-B/32
 
-Expected: 77.7 +- 3.0 % on the digits (mean over clients, final round 20, seeds 1 to 3), zero-shot 67.9 %, in MINUTES
+Expected: 77.7 +- 3.0 % on the digits (mean over clients, final round 20, seeds 1 to 3), zero-shot 67.9 %, in two
 minutes on two CPU cores, no GPU. The paper's scale (60.89 % on DTD is the paper's figure): not run yet.
 
 Clients own images without labels and the names of the classes. CLIP stays frozen; a client trains two small prompts:
