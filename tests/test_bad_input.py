@@ -133,8 +133,8 @@ OWN_MISTAKES = {
         (["--template", "a {} or a {}"], ["--template", "'a {} or a {}'", "one {}"]),
         (["--template", ""], ["--template", "{}"]),
         (["--prompt-depth", 4], ["--prompt-depth 4", "3 blocks"]),
-        (["--text-prompts", 75], ["--text-prompts", "77", "75 prompts", "class '0'", "4 tokens"]),
-        (["--text-prompts", 500], ["--text-prompts", "77", "500 prompts"]),
+        (["--text-prompts", 74], ["--text-prompts", "77", "74 prompts", "class '0'", "4 tokens"]),
+        (["--text-prompts", 75], ["--text-prompts 75", "77 tokens"]),
         (["--dataset", "resisc45", "--data-dir", "no such place"], ["no such place", "--data-dir", "resisc45"]),
     ],
 }

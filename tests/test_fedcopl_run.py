@@ -733,6 +733,7 @@ def test_moved_weights_are_the_same_weights(tmp_path):
     assert len(rows(train(tmp_path / "out", *moved, "--resume", "--rounds", 3))) == 3
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch about TorchScript
 def test_weights_file_is_never_unpickled(tmp_path):
     """Neither a pickle that runs code nor one that claims to be TorchScript by an entry of its zip file."""
 

@@ -77,5 +77,8 @@ def test_diff_tags_and_flags_agree_between_script_and_readme(module, capsys):
     assert set(re.findall(r"DIFF-\d+", source)) == set(listed)
     for tag in listed:
         assert len(re.findall(rf"{tag}\b", source)) >= 3, f"{tag}: docstring, flag and spot"
-    in_readme = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) - {"--nproc-per-node"}
+    in_readme = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) - {
+        "--nproc-per-node",
+        "--method",
+    }  # of torchrun and bench_step.py
     assert in_readme <= flags, in_readme - flags
