@@ -33,12 +33,12 @@ flag is not measured unless it says so.
   DIFF-6   --split-seed        the code's split is the same whatever the seed of the run; so is ours, by default
 Without a flag, since no figure depends on it: ties in confidence (the earlier image is kept; the code replaces the
 first slot of least confidence); the code drops five patch tokens after the last block, which reads the class token
-alone; class prototypes that the code computes and does not use; its batch order, which comes from one generator with
-seed 0 for all clients and ignores the seed; its prompt lengths, which no setting reaches. The note's zero-shot figures
-may be pooled, the others are means over clients: both are logged. Where the code stops with an error (no
-or one image passes the filters, nothing is selected, a client without test images), the client has counts 0, weight 0
-and sits the round out, or does not enter the mean. The note says that visual prompts alone halve what is sent; in bytes
-they are 84 % of both, so the saving is 16 %.
+alone; class prototypes that the code computes and does not use. The code's batch order comes from one generator with
+seed 0 for all clients, and no setting reaches its prompt lengths: ours follow --seed and the flags. The note's zero-shot
+figures may be pooled, the others are means over clients: both are logged. Where the code stops with an error (one image
+or none passes the filters, nothing is selected, a client without test images), the client has counts and weight 0, sits
+the round out, or does not enter the mean. The note says that visual prompts alone halve what is sent; in bytes they are
+84 % of both, so the saving is 16 %.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ def parse_args(argv=None):
     number, switch = common.number, common.argparse.BooleanOptionalAction
     run = parser.add_argument_group("run")
     run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
-                     help="drives everything random but the split [1]")
+                     help="drives everything random but the split and the miniature CLIP [1]")
     run.add_argument("--split-seed", type=number(int, 0, 2**31 - 501), default=0,
                      help="which client owns which images; 0 is the official split, DIFF-6 [0]")
     run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
@@ -119,7 +119,8 @@ def parse_args(argv=None):
     data.add_argument("--template", default=None, help="zero-shot text, {} is the class name [preset]")
     fed = parser.add_argument_group("federation")
     fed.add_argument("--beta", type=common.concentration, default=0.1,
-                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1, paper]")
+                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d.; for --partition "
+                          "dirichlet alone [0.1, paper]")
     fed.add_argument("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
                      help="the published splits: by --beta; a fifth of the classes a client; even [dirichlet]")
     fed.add_argument("--shuffle-classes", action=switch, default=False,
@@ -344,6 +345,7 @@ def load_clip(model, pretrained):
             raise common.UserError(f"--pretrained {pretrained} was trained with{'' if wanted else 'out'} QuickGELU, "
                                    f"--model {model} is built with{'out' if wanted else ''}: choose --model "
                                    f"{model + '-quickgelu' if wanted else model.removesuffix('-quickgelu')}")
+        print(f"loading the weights {pretrained} of {model}: from the hub's cache, or downloaded", flush=True)
         trouble = (f"--pretrained {pretrained}: the weights are not in the cache and the download failed; on a machine "
                    "with a network, fill the hub's cache once with the same command, or save the weights there as a "
                    f"file and give it as --pretrained FILE (.pt or .safetensors, for --model {model})")
@@ -671,8 +673,6 @@ def main(argv=None):
     free = ("model", "pretrained") if os.path.isfile(args.pretrained) else ()
     run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, ranks.first, free)
     checkpoint = run.load_checkpoint()
-    if ranks.first and args.model != "tiny" and not os.path.isfile(args.pretrained):
-        print(f"loading the weights {args.pretrained} of {args.model}: from the hub's cache, or downloaded", flush=True)
     clip, side, stats, model_fingerprint = ranks.first_then_others(lambda: prepare_model(args))
     clip, layers, context = clip.to(device), len(clip.vision), len(clip.clip.positional_embedding)
     if args.prompt_depth is not None and args.prompt_depth > layers:

@@ -559,7 +559,7 @@ def test_data_dir_is_a_file(tmp_path):
 
 
 # ---- --train-subset ------------------------------------------------------------------------------------------------
-def test_train_subset_is_balanced_ordered_and_leaves_the_test_set_alone(tmp_path):
+def test_train_subset_is_balanced_ordered_and_leaves_the_test_set_alone():
     full = load_dataset("digits", "nowhere")
     part = load_dataset("digits", "nowhere", train_subset=103)
     assert torch.bincount(part.train_labels).tolist() == [11, 11, 11] + [10] * 7

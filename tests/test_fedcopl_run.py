@@ -209,7 +209,7 @@ def test_a_class_that_nobody_predicts_and_one_that_everybody_predicts(tmp_path):
             assert budget <= row["capacity"] < budget + CLIENTS
 
 
-def test_clients_start_from_their_prompts_and_leave_no_trace(tmp_path):
+def test_clients_start_from_their_prompts_and_leave_no_trace():
     """Each update depends on its client alone, whoever trained before; nothing is handed on by reference."""
     world = World((20, 20, 20))
     before = fedcopl.Prompts(*(value.clone() for value in world.prompts))
@@ -425,7 +425,7 @@ def test_bytes_are_exact(tmp_path, flags, sent, counts):
         assert int(row["bytes_down"]) == sent * CLIENTS + extra
 
 
-def test_bytes_of_the_published_model(monkeypatch):
+def test_bytes_of_the_published_model():
     """ViT-B/32: 168,960 bytes a client and round, both ways, and 4 C up, 4 C down and 4 up at a refresh."""
     vision = open_clip.get_model_config("ViT-B-32-quickgelu")["vision_cfg"]
     args = fedcopl.parse_args(["--dataset", "cifar100"])

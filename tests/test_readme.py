@@ -41,7 +41,7 @@ def test_zero_shot_figures_are_those_of_the_runs_in_the_same_chapter():
 
 
 def test_no_figure_is_still_to_be_filled_in():
-    assert not re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b|\bTODO\b|\bXX+\b", README)
+    assert set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b|\bTODO\b|\bXX+\b", README)) == {"OMP_NUM_THREADS"}
 
 
 def test_results_name_their_settings_and_no_machine():
