@@ -35,10 +35,10 @@ Without a flag, since no figure depends on it: ties in confidence (the earlier i
 first slot of least confidence); the code drops five patch tokens after the last block, which reads the class token
 alone; class prototypes that the code computes and does not use. The code's batch order comes from one generator with
 seed 0 for all clients, and no setting reaches its prompt lengths: ours follow --seed and the flags. The zero-shot
-figures of the note may be pooled, the others are means over clients: both are logged. Where the code stops with an error (one image
-or none passes the filters, nothing is selected, a client without test images), the client has counts and weight 0, sits
-the round out, or does not enter the mean. The note says that visual prompts alone halve what is sent; in bytes they are
-84 % of both, so the saving is 16 %.
+figures of the note may be pooled, the others are means over clients: both are logged. Where the code stops with an
+error (one image or none passes the filters, nothing is selected, a client without test images), the client has counts
+and weight 0, sits the round out, or does not enter the mean. The note says that visual prompts alone halve what is
+sent; in bytes they are 84 % of both, so the saving is 16 %.
 """
 
 import hashlib
