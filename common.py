@@ -267,9 +267,7 @@ class RunFolder:
             raise UserError("--resume and --overwrite exclude each other")
         if Path(name).name != name or name in (".", "..") or len(name) > 200:
             raise UserError(f"--run-name {name!r}: expected a plain folder name of at most 200 characters")
-        parent = next(p for p in self.path.absolute().parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise UserError(f"--out-dir {out_dir}: {parent} is not a folder that can be written to")
+        check_writable(self.path, f"--out-dir {out_dir}")
         self.config = self._read_config()
         no_run = f"{self.path} holds no run of {self.script.name} (no such config.json)"
         if resume:
@@ -387,7 +385,7 @@ class RunFolder:
         self.saved = len(self.rows)
 
     def save_table(self, name, rows):
-        """A further CSV file, a dict a row, written anew."""
+        """A CSV file of the folder, a dict a row, written anew as a whole."""
         if self.writer:
             self._replace(name, lambda file: _write_csv(file, rows))
 
@@ -442,6 +440,13 @@ class RunFolder:
             return
         how = "" if issubclass(kind, Diverged) else ": continue with the same command and --resume"
         print(f"stopped; {self.path} keeps {self.saved} complete rounds{how}", file=sys.stderr)
+
+
+def check_writable(path, flag):
+    """A UserError that names the flag, unless `path` can be made or its folder written to."""
+    parent = next(place for place in path.absolute().parents if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"{flag}: {parent} is not a folder that can be written to")
 
 
 def _cell(value):

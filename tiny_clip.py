@@ -269,9 +269,7 @@ def make(source="glyphs", data_dir="data", seed=0, share=0.2, steps=None, batch_
     if config_path.is_file() and weights_path.is_file() and not overwrite:
         return config_path, weights_path
 
-    parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise common.UserError(f"--data-dir {data_dir}: {parent} is not a folder that can be written to")
+    common.check_writable(weights_path, f"--data-dir {data_dir}")
     if name == "glyphs":
         class_names, next_batch = common.DIGITS, glyph_batches()
     else:
