@@ -141,8 +141,9 @@ def parse_args(argv=None):
     opt.add_argument("--weight-decay", type=number(float, 0), default=1e-4, help="[1e-4, official train.sh]")
     opt.add_argument("--shared-momentum", action=switch, default=False,
                      help="keep momentum across clients and rounds, which no real federation can, DIFF-14 [off]")
-    opt.add_argument("--width", type=number(int, 1), default=None,
-                     help="channels of ResNet-8's first stage [preset, paper 64]")
+    opt.add_argument("--width", type=number(int, 8), default=None,
+                     help="channels of ResNet-8's first stage; below 8 oneDNN's channels-last kernels break memory on "
+                          "CPUs without AVX-512 (torch 2.14.1) [preset, paper 64]")
     ssl = parser.add_argument_group("pseudo-labels (Sec. 3)")
     ssl.add_argument("--conf-threshold", type=number(float, 0, 2), default=0.95,
                      help="tau; above 1 nothing passes [0.95, paper]")
@@ -207,6 +208,7 @@ def parse_args(argv=None):
 # Model
 # ---------------------------------------------------------------------------------------------------------------
 
+# Copied from baselines/fedavg.py: Block
 class Block(nn.Module):
     """Two 3x3 convolutions with batch norm; the shortcut is a 1x1 convolution where the shape changes."""
 
@@ -226,6 +228,7 @@ class Block(nn.Module):
         return F.relu(out + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
+# Differs from baselines/fedavg.py: ResNet8, which has no heads
 class ResNet8(nn.Module):
     """ResNet-8 of the 6n+2 family (width 64: 1,227,594 parameters with 10 classes), names as in the official code.
 
@@ -254,6 +257,14 @@ class ResNet8(nn.Module):
         return features, self.classifier(features)
 
 
+# Copied from baselines/fedavg.py: forward
+def forward(net, views, amp):
+    """Features (n, D) and logits (n, C) in float32, computed in bfloat16 where amp is on."""
+    with torch.autocast(views.device.type, torch.bfloat16, enabled=amp):
+        features, logits = net(views)
+    return features.float(), logits.float()
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The paper's maths
 # ---------------------------------------------------------------------------------------------------------------
@@ -266,6 +277,7 @@ def confident_mask(global_prob, local_prob, conf_threshold, rule):
     return confident | (local_prob.amax(1) >= conf_threshold) if rule == "union" else confident
 
 
+# Differs from baselines/fixmatch.py: unlabelled_loss, which has the official divisor alone
 def unlabelled_loss(strong_logits, pseudo_label, mask, mean_over):
     """Eq. 9: cross-entropy of the strong views (U, C) to the pseudo-labels (U,), where mask (U,) allows."""
     loss = (F.cross_entropy(strong_logits, pseudo_label, reduction="none") * mask).sum()
@@ -396,28 +408,46 @@ def update_prior(class_prior, class_count, counts_of, momentum):
     return momentum * class_prior + (1 - momentum) * now
 
 
+# Copied from baselines/fedavg.py: average
+def average(states, weights):
+    """FedAvg: the weighted mean of state dicts, batch-norm statistics included; weights (M,) are scaled to sum to 1.
+
+    Integer entries (batch-norm counters) are the first client's.
+    """
+    weights = (weights / weights.sum()).tolist()
+    mean = {}
+    for name, first in states[0].items():
+        mean[name] = first.clone()
+        if first.is_floating_point():
+            mean[name] = sum(weight * state[name] for weight, state in zip(weights, states))
+    return mean
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Client, server, evaluation
 # ---------------------------------------------------------------------------------------------------------------
 
+# Differs from baselines/fixmatch.py: Broadcast, whose prior is a plug-in
 class Broadcast(NamedTuple):            # what the server sends to each client of a round (Algorithm 1)
     state: dict                         # Theta_G: encoder, classifier, heads
     class_prior: torch.Tensor           # P_G'(Y) of Eq. 5, (C,) float64 on the CPU; sent as float32
 
 
+# Differs from baselines/fedavg.py: FederatedData, which has no test statistics of their own
 class FederatedData(NamedTuple):        # all clients' data; a client reads its own part
     images: torch.Tensor                # (n, 3, S, S) uint8 on the device
     labels: torch.Tensor                # (n,) true labels; those of unlabelled images reach the log alone
     labelled: list                      # one index array a client
     unlabelled: list
-    train_stats: tuple                  # mean and deviation of each channel, in 0..1
-    test_stats: tuple
+    stats: tuple                        # mean and deviation of each channel of the training images, in 0..1
+    test_stats: tuple                   # the same but for DIFF-15
 
     def pool(self, client):
         """Indices of the images that the client uses without labels: its labelled ones come last."""
         return np.concatenate([self.unlabelled[client], self.labelled[client]])
 
 
+# Differs from baselines/fixmatch.py: Upload, whose class counts are a plug-in
 class Upload(NamedTuple):               # what client m sends back
     state: dict                         # Theta_m; its classifier rows are the proxies omega_m
     class_count: torch.Tensor           # N_m of Eq. 5, (C,)
@@ -425,17 +455,26 @@ class Upload(NamedTuple):               # what client m sends back
     metrics: torch.Tensor               # sums of METRICS over its steps; for the log alone, no part of the method
 
 
+# Copied from baselines/fixmatch.py: Batch
+class Batch(NamedTuple):                # one local step's images
+    views: torch.Tensor                 # (B + 2U, 3, S, S) normalised: labelled, weak, strong
+    label: torch.Tensor                 # (B,)
+    place: torch.Tensor                 # (U,) places of the unlabelled images in the client's pool
+    truth: torch.Tensor                 # (U,) true labels of the unlabelled images, for the log alone
+    hidden: torch.Tensor                # (U,) bool: the client does not own that label
+
+
 METRICS = ("steps", "sup_steps", "loss_sup", "loss_unsup", "loss_icpl", "images", "used", "correct", "used_correct",
            "low", "low_correct", "set_hit", "set_size")
 
 
+# Differs from baselines/fixmatch.py: client_update, which has no official momentum and weights
 def client_update(args, rnd, client, data, received, net, teacher, optimizer):
     """Local training of one client (Algorithm 1, client side) from the broadcast model. Returns its Upload.
 
     net and teacher are this process's two networks: both are loaded with the broadcast state, net is trained.
     """
     device, classes = data.images.device, len(received.class_prior)
-    labelled, pool = data.labelled[client], data.pool(client)
     class_prior = common.to_device(received.class_prior.float().numpy(), device)
     net.load_state_dict(received.state)
     teacher.load_state_dict(received.state)                                # copies: the teacher stays as it is
@@ -443,11 +482,30 @@ def client_update(args, rnd, client, data, received, net, teacher, optimizer):
     teacher.eval()
     if not args.shared_momentum:                                           # DIFF-14
         optimizer.state.clear()
-    rng = common.stream(args.seed, "client", rnd, client)
+    class_count, metrics = torch.zeros(classes, device=device), torch.zeros(len(METRICS), device=device)
+    for epoch, batch in local_batches(args, data, client, common.stream(args.seed, "client", rnd, client)):
+        loss, counts, values = local_loss(args, net, teacher, batch.views, batch.label, class_prior)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if epoch == args.local_epochs - 1:                                 # N_m: counts of the last epoch
+            class_count += counts
+        metrics += step_metrics(values, batch.truth, batch.hidden, len(batch.label) > 0)
+
+    weight = len(data.pool(client))
+    if args.client_weight == "official":                                  # DIFF-16
+        weight += 2000 * len(data.labelled[client])
+    return Upload({name: value.detach().clone() for name, value in net.state_dict().items()}, class_count,
+                  torch.tensor(float(weight), dtype=torch.float64), metrics)
+
+
+# Copied from baselines/fixmatch.py: local_batches
+def local_batches(args, data, client, rng):
+    """The batches of all local epochs as (epoch, Batch); none for a client without images."""
+    labelled, pool, device = data.labelled[client], data.pool(client), data.images.device
     steps = max(1, len(pool) // args.batch_size)                           # by the *labelled* batch, as the code does
     n_lab = args.batch_size if len(labelled) else 0
     n_unl = min(args.mu * args.batch_size, len(pool))
-    class_count, metrics = torch.zeros(classes, device=device), torch.zeros(len(METRICS), device=device)
     pool_index = common.to_device(pool, device)
 
     def uniform(*shape):
@@ -463,25 +521,15 @@ def client_update(args, rnd, client, data, received, net, teacher, optimizer):
         lab_draws, weak_draws = uniform(steps, n_lab, common.WEAK_DRAWS), uniform(steps, n_unl, common.WEAK_DRAWS)
         strong_draws = uniform(steps, n_unl, common.STRONG_DRAWS)
         for step in range(steps):
-            label = data.labels[lab_index[step]]                           # (B,)
-            views = common.normalise(torch.cat([
-                common.weak_view(data.images[lab_index[step]], lab_draws[step], args.flip),
-                common.weak_view(data.images[unl_index[step]], weak_draws[step], args.flip),
-                common.strong_view(data.images[unl_index[step]], strong_draws[step], args.flip)]), *data.train_stats)
-            loss, counts, values = local_loss(args, net, teacher, views, label, class_prior)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if epoch == args.local_epochs - 1:                             # N_m: counts of the last epoch
-                class_count += counts
-            truth = data.labels[unl_index[step]]                           # true labels, for the log alone
-            metrics += step_metrics(values, truth, hidden[step], n_lab > 0)
-
-    weight = len(pool) + (2000 * len(labelled) if args.client_weight == "official" else 0)     # DIFF-16
-    return Upload({name: value.detach().clone() for name, value in net.state_dict().items()}, class_count,
-                  torch.tensor(float(weight), dtype=torch.float64), metrics)
+            lab, unl = data.images[lab_index[step]], data.images[unl_index[step]]
+            views = torch.cat([common.weak_view(lab, lab_draws[step], args.flip),
+                               common.weak_view(unl, weak_draws[step], args.flip),
+                               common.strong_view(unl, strong_draws[step], args.flip)])
+            yield epoch, Batch(common.normalise(views, *data.stats), data.labels[lab_index[step]], unl_place[step],
+                               data.labels[unl_index[step]], hidden[step])
 
 
+# Copied from baselines/fixmatch.py: passes
 def passes(size, batch, steps, rng):
     """Places 0..size-1 in batches (steps, batch): shuffled passes, each without its last partial batch."""
     per_pass = size // batch
@@ -489,6 +537,7 @@ def passes(size, batch, steps, rng):
                           ).reshape(-1, batch)[:steps]
 
 
+# Differs from baselines/fixmatch.py: local_loss, which has the released form of ICPL as a plug-in
 def local_loss(args, net, teacher, views, label, class_prior):
     """The losses of one step, Eq. 10. views (B + 2U, 3, S, S): labelled, weak, strong; label (B,).
 
@@ -496,14 +545,12 @@ def local_loss(args, net, teacher, views, label, class_prior):
     """
     n_lab, n_unl, classes = len(label), (len(views) - len(label)) // 2, len(class_prior)
     asked = 0 if args.icpl and args.labelled_set == "global" else n_lab    # DIFF-5 wants labelled rows too
-    with torch.autocast(views.device.type, torch.bfloat16, enabled=args.amp):
-        features, logits = net(views)
-        with torch.no_grad():
-            global_logits = teacher(views[asked:n_lab + n_unl])[1]
-    features, logits = features.float(), logits.float()
+    features, logits = forward(net, views, args.amp)
+    with torch.no_grad():
+        global_logits = forward(teacher, views[asked:n_lab + n_unl], args.amp)[1]
     lab_logits, weak_logits, strong_logits = logits.split([n_lab, n_unl, n_unl])
     local_prob = weak_logits.detach().softmax(1)                           # (U, C); no gradient through a teacher
-    lab_global_prob, global_prob = global_logits.float().softmax(1).split([n_lab - asked, n_unl])
+    lab_global_prob, global_prob = global_logits.softmax(1).split([n_lab - asked, n_unl])
 
     loss_sup = F.cross_entropy(lab_logits, label) if n_lab else logits.new_zeros(())
     pseudo_label = global_prob.argmax(1)
@@ -539,6 +586,7 @@ def local_loss(args, net, teacher, views, label, class_prior):
                               confident=confident, class_set=unl_set)
 
 
+# Differs from baselines/fixmatch.py: step_metrics, which does not look at class sets
 def step_metrics(values, truth, hidden, has_labelled):
     """The METRICS of one step (len(METRICS),). hidden (U,): images whose label the client does not own."""
     right = (values["pseudo_label"] == truth) & hidden
@@ -552,6 +600,7 @@ def step_metrics(values, truth, hidden, has_labelled):
     return torch.stack([value.detach().float() for value in sums])
 
 
+# Differs from baselines/fixmatch.py: server_update, whose proxy tuning and prior are plug-ins
 def server_update(args, rnd, received, uploads):
     """Averaging, global proxy tuning, the prior (Algorithm 1, server side).
 
@@ -560,13 +609,7 @@ def server_update(args, rnd, received, uploads):
     uploads = [upload for upload in uploads if upload.weight > 0]
     if not uploads:                                                        # every client of the round is empty
         return received, (None, None)
-    weights = torch.stack([upload.weight for upload in uploads])
-    weights = (weights / weights.sum()).tolist()
-    state = {}
-    for name, first in uploads[0].state.items():
-        state[name] = first.clone()                                        # batch-norm counters: the first client's
-        if first.is_floating_point():
-            state[name] = sum(weight * upload.state[name] for weight, upload in zip(weights, uploads))
+    state = average([upload.state for upload in uploads], torch.stack([upload.weight for upload in uploads]))
     losses = (None, None)
     if args.gpt:
         proxy = torch.stack([upload.state["classifier.weight"] for upload in uploads])      # (M, C, D)
@@ -578,6 +621,7 @@ def server_update(args, rnd, received, uploads):
     return Broadcast(state, class_prior), losses
 
 
+# Copied from baselines/fedavg.py: evaluate
 @torch.no_grad()
 def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
     """Accuracy in % of the model `state` on the test images (n, 3, S, S) uint8, batch norm with running statistics."""
@@ -595,6 +639,7 @@ def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
 # Main
 # ---------------------------------------------------------------------------------------------------------------
 
+# Differs from baselines/fedavg.py: prepare_data, which has one pair of statistics
 def prepare_data(args, device):
     """Load, split and place the data: FederatedData, test images, test labels, class names, facts for config.json."""
     source = common.load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
@@ -683,6 +728,7 @@ def main(argv=None):
         run.print_summary()
 
 
+# Differs from baselines/fixmatch.py: round_row, which has no column on class sets and proxy tuning
 def round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, icpl, seconds):
     """One row of rounds.csv; None where a value does not exist in this round."""
     total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()))
@@ -707,6 +753,7 @@ def round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, icpl, seconds):
         "bytes_up": message_bytes * trained, "bytes_down": message_bytes * trained, "seconds": seconds}
 
 
+# Copied from baselines/fedavg.py: check_finite
 def check_finite(row, received):
     """Stop before anything that is not a number is written or sent on."""
     broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -715,6 +762,7 @@ def check_finite(row, received):
         raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
 
 
+# Differs from baselines/fixmatch.py: round_line, which says nothing of class sets
 def round_line(row, rounds):
     """What the screen shows of a round."""
     shown = {key: "n/a" if value is None else f"{value:.3g}" for key, value in row.items()}

@@ -162,7 +162,7 @@ def bench_proxyfl(options, device):
                     common.strong_view(data.images[unl], strong),
                 ]
             ),
-            *data.train_stats,
+            *data.stats,
         )
 
     views = seconds(augment, device, 10)

@@ -30,12 +30,23 @@ class Script(NamedTuple):
     needs_clip: bool = False  # also give it --model and --pretrained of the miniature CLIP
 
 
+FSSL = (  # settings that all semi-supervised scripts know
+    "--dataset digits --train-subset 200 --image-size 8 --width 8 --clients 4 --clients-per-round 3 --rounds 2 "
+    "--local-epochs 1 --batch-size 8 --device cpu"
+)
+PLUG_IN = "--gpt --icpl --gpt-epochs 2"
 SCRIPTS = {
-    "proxyfl.py": Script(
-        "--dataset digits --train-subset 200 --image-size 8 --width 4 --clients 4 --clients-per-round 3 --rounds 2 "
-        "--local-epochs 1 --batch-size 8 --gpt-epochs 2 --device cpu",
-        ["", "--variant paper", "--shared-momentum", "--no-icpl --no-gpt"],
-    ),
+    "proxyfl.py": Script(f"{FSSL} --gpt-epochs 2", ["", "--variant paper", "--shared-momentum", "--no-icpl --no-gpt"]),
+    "baselines/fedavg.py": Script(FSSL, ["", "--prox-mu 0.1", "--labels all"]),
+    "baselines/fixmatch.py": Script(FSSL, ["", "--teacher local --prox-mu 0.1", PLUG_IN]),
+    "baselines/flexmatch.py": Script(FSSL),
+    "baselines/fedmatch.py": Script(FSSL),
+    "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase", PLUG_IN]),
+    "baselines/fedloke.py": Script(FSSL),
+    "baselines/feddure.py": Script(FSSL, ["", "--variant official"]),
+    "baselines/feddb.py": Script(FSSL),
+    "baselines/sage.py": Script(FSSL, ["", PLUG_IN]),
+    "baselines/fedproto.py": Script(FSSL),
     "fedcopl.py": Script(
         "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
         "--device cpu",
@@ -43,6 +54,8 @@ SCRIPTS = {
         needs_clip=True,
     ),
 }
+SCRIPTS = {name: script for name, script in SCRIPTS.items() if (ROOT / name).exists()}
+SEMI_SUPERVISED = [name for name, script in SCRIPTS.items() if not script.needs_clip]
 
 
 class Method:

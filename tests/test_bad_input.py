@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from scripts import SCRIPTS
+from scripts import SCRIPTS, SEMI_SUPERVISED
 from scripts import method as find_method
 
 import common
@@ -38,24 +38,26 @@ OUT_OF_RANGE = {  # of every script; {} is the flag of the Dirichlet concentrati
     "--local-epochs": ("0",),
     "--train-subset": ("0",),
 }
-ALPHA = {"proxyfl.py": "--alpha", "fedcopl.py": "--beta"}
+ALPHA = {name: "--alpha" if name in SEMI_SUPERVISED else "--beta" for name in SCRIPTS}
+FSSL_OUT_OF_RANGE = {  # of every semi-supervised script
+    "--clients-per-round": ("0",),
+    "--label-ratio": ("0", "1.5", "nan"),
+    "--width": ("0", "7"),
+    "--image-size": ("4", "1e9"),
+}
+PSEUDO_LABELS = {"--conf-threshold": ("-0.1", "3", "nan"), "--mu": ("0",), "--lambda-u": ("-1", "nan")}
+PLUG_IN = {"--lambda-icpl": ("inf",), "--gpt-epochs": ("-1",), "--gpt-lr": ("nan",)}
 OWN_OUT_OF_RANGE = {
     "proxyfl.py": {
-        "--clients-per-round": ("0",),
-        "--conf-threshold": ("-0.1", "3", "nan"),
-        "--label-ratio": ("0", "1.5", "nan"),
-        "--mu": ("0",),
-        "--width": ("0",),
-        "--lambda-u": ("-1", "nan"),
-        "--lambda-icpl": ("inf",),
-        "--gpt-epochs": ("-1",),
-        "--gpt-lr": ("nan",),
+        **PSEUDO_LABELS,
+        **PLUG_IN,
         "--gpt-margin": ("-2",),
         "--gpt-batch-size": ("-1",),
         "--prior-momentum": ("2",),
         "--negative-floor": ("5",),
-        "--image-size": ("4", "1e9"),
     },
+    "baselines/fedavg.py": {"--prox-mu": ("-1", "nan")},
+    "baselines/fixmatch.py": {**PSEUDO_LABELS, **PLUG_IN, "--prox-mu": ("-1", "nan")},
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -71,12 +73,17 @@ OWN_OUT_OF_RANGE = {
 }
 
 
+def group(name, table):
+    """What a table has for this script: the tables of the semi-supervised scripts, or nothing."""
+    return table if name in SEMI_SUPERVISED else type(table)()
+
+
 @pytest.mark.parametrize(
     "name, flag, value",
     [
         (name, flag.format(ALPHA[name]), value)
         for name in SCRIPTS
-        for flag, values in (OUT_OF_RANGE | OWN_OUT_OF_RANGE[name]).items()
+        for flag, values in (OUT_OF_RANGE | group(name, FSSL_OUT_OF_RANGE) | OWN_OUT_OF_RANGE.get(name, {})).items()
         for value in values
     ],
 )
@@ -88,7 +95,7 @@ def test_numbers_out_of_range(tmp_path, name, flag, value):
 # ---- several flags, unknown values --------------------------------------------------------------------------------
 
 MISTAKES = [  # of every script
-    (["{}"], ["{}", "expected one argument"]),
+    (["{A}"], ["{A}", "expected one argument"]),
     (["--no-such-flag", 1], ["--no-such-flag"]),
     (["--round", 3], ["--round"]),  # no abbreviations
     (["--amp=yes"], ["--amp"]),
@@ -106,18 +113,25 @@ MISTAKES = [  # of every script
     (["--device", "cuda:x"], ["--device cuda:x", "cuda:N"]),
     (["--device", "cuda:99"], ["--device cuda:99", "GPUs"]),
     (["--dataset", "cifar10", "--data-dir", "no such place"], ["no such place", "--data-dir", "cifar10"]),
-    (["--dataset", "folder", "--data-dir", "no such place"], ["no such place", "{{train,test}}"]),
+    (["--dataset", "folder", "--data-dir", "no such place"], ["no such place", "{train,test}"]),
+]
+FSSL_MISTAKES = [  # of every semi-supervised script
+    (["--partition", "pathological"], ["--partition", "official", "dirichlet"]),
+    (["--dataset", "DTD"], ["--dataset DTD: not a data set of this script", "digits", "folder"]),
+    (["--clients-per-round", 5], ["--clients-per-round 5", "--clients 4"]),
+    (["--clients", 201, "--clients-per-round", 1], ["--clients 201", "200", "--alpha"]),
+    (["--image-size", 10], ["--image-size 10", "4"]),
+    (["--dataset", "cinic10", "--data-dir", "no such place"], ["no such place", "CINIC-10.tar.gz"]),
 ]
 OWN_MISTAKES = {
     "proxyfl.py": [
-        (["--partition", "pathological"], ["--partition", "official", "dirichlet"]),
         (["--variant", "both"], ["--variant", "paper", "official"]),
-        (["--dataset", "DTD"], ["--dataset DTD: not a data set of this script", "digits", "folder"]),
         (["--candidate-set", "top3"], ["--candidate-set", "top5"]),
-        (["--clients-per-round", 5], ["--clients-per-round 5", "--clients 4"]),
-        (["--clients", 201, "--clients-per-round", 1], ["--clients 201", "200", "--alpha"]),
-        (["--image-size", 10], ["--image-size 10", "4"]),
-        (["--dataset", "cinic10", "--data-dir", "no such place"], ["no such place", "CINIC-10.tar.gz"]),
+    ],
+    "baselines/fedavg.py": [(["--labels", "most"], ["--labels", "labelled", "all"])],
+    "baselines/fixmatch.py": [
+        (["--teacher", "ema"], ["--teacher", "local", "global"]),
+        (["--teacher", "local", "--union-mask"], ["--union-mask", "--teacher local"]),
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -147,11 +161,14 @@ def offline(*_, **__):
 @pytest.mark.parametrize(
     "name, flags, words",
     [
-        (name, [str(flag).format(ALPHA[name]) for flag in flags], [word.format(ALPHA[name]) for word in words])
+        (
+            name,
+            [str(flag).replace("{A}", ALPHA[name]) for flag in flags],
+            [w.replace("{A}", ALPHA[name]) for w in words],
+        )
         for name in SCRIPTS
-        for flags, words in MISTAKES
-    ]
-    + [(name, flags, words) for name, mistakes in OWN_MISTAKES.items() for flags, words in mistakes],
+        for flags, words in MISTAKES + group(name, FSSL_MISTAKES) + OWN_MISTAKES.get(name, [])
+    ],
 )
 def test_contradictions_and_unknown_values(tmp_path, monkeypatch, name, flags, words):
     monkeypatch.setattr(common, "download", offline)
@@ -261,6 +278,8 @@ CHANGES = [  # of every script
     (["{}", "inf"], ["{} 0.1 -> inf"]),
 ]
 OWN_CHANGES = {
+    "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
+    "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
@@ -279,7 +298,7 @@ def test_changed_settings_are_listed_on_resume(method, finished):
         flags = [str(flag).format(alpha) for flag in flags]
         message = complaint(method, finished, "--run-name", "run", "--resume", *flags)
         assert all(word.format(alpha) in message for word in words), message
-    for flags, words in OWN_CHANGES[method.name]:
+    for flags, words in OWN_CHANGES.get(method.name, []):
         message = complaint(method, finished, "--run-name", "run", "--resume", *flags)
         assert all(word in message for word in words), message
 

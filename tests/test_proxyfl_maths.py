@@ -467,7 +467,7 @@ def test_icpl_gradients_reach_features_and_proxies_but_not_the_weights():
 
 def upload(seed, weight, classes=3, counter=1):
     torch.manual_seed(seed)
-    net = proxyfl.ResNet8(classes, 2)
+    net = proxyfl.ResNet8(classes, 8)
     state = {
         name: torch.randn_like(value).abs() if value.is_floating_point() else torch.tensor(counter)
         for name, value in net.state_dict().items()
@@ -497,7 +497,7 @@ def test_average_is_weighted_by_images_and_keeps_integer_counters():
         else:
             assert value.item() == 3
         assert value.data_ptr() not in (a.data_ptr(), b.data_ptr())
-    net = proxyfl.ResNet8(3, 2)
+    net = proxyfl.ResNet8(3, 8)
     net.load_state_dict(new.state, strict=True)
     net.bn1.momentum = None  # cumulative averaging needs a sane counter
     assert net.train()(torch.rand(2, 3, 8, 8))[1].isfinite().all()
@@ -545,7 +545,7 @@ def test_a_local_step_reads_nothing_back_to_the_host(flags, monkeypatch):
     args.amp = False
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it knows no meta device
     with torch.device("meta"):
-        net, teacher = (proxyfl.ResNet8(10, 4, args.similarity == "projected") for _ in range(2))
+        net, teacher = (proxyfl.ResNet8(10, 8, args.similarity == "projected") for _ in range(2))
         images, truth, hidden = (
             torch.empty(22, 3, 32, 32, dtype=torch.uint8),
             torch.empty(8).long(),

@@ -157,7 +157,7 @@ def test_every_client_of_the_round_empty_keeps_the_model(tmp_path):
         ["--gpt-epochs", 0],
         ["--clients", 1, "--clients-per-round", 1],
         ["--amp"],
-        ["--flip", "--width", 3],
+        ["--flip", "--width", 9],
     ],
 )
 def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
@@ -236,7 +236,7 @@ def test_official_client_weight_statistics_and_labelled_share_of_svhn(monkeypatc
     assert update(0, *world(5, 30, client_weight="official")).weight.item() == 2000 * 5 + 35
     args = proxyfl.parse_args([*SHORT, "--stats", "official"])
     data = proxyfl.prepare_data(args, torch.device("cpu"))[0]
-    assert data.train_stats == (proxyfl.CIFAR10_MEAN, proxyfl.CIFAR10_STD) and data.test_stats != data.train_stats
+    assert data.stats == (proxyfl.CIFAR10_MEAN, proxyfl.CIFAR10_STD) and data.test_stats != data.stats
     sizes = [4659, 5000, 6000]
     labels = torch.arange(3).repeat_interleave(torch.tensor(sizes))
     images = torch.zeros(len(labels), 3, 8, 8, dtype=torch.uint8)
@@ -270,7 +270,7 @@ def test_run_folder_beyond_the_contract(tmp_path, capsys):
         clients = [{key: int(value) for key, value in row.items()} for row in csv.DictReader(file)]
     assert sum(row["labelled"] for row in clients) == 20 and sum(row["unlabelled"] for row in clients) == 180
     table = rows(folder)
-    net = proxyfl.ResNet8(10, 4, heads=True)
+    net = proxyfl.ResNet8(10, 8, heads=True)
     message = sum(value.numel() * value.element_size() for value in net.state_dict().values()) + 4 * 10
     assert [row["bytes_up"] for row in table] == [row["bytes_down"] for row in table] == [str(3 * message)] * 2
     assert json.loads((folder / "summary.json").read_text())["bytes_up"] == 2 * 3 * message
@@ -282,7 +282,7 @@ def test_accuracy_after_loading_equals_the_one_logged(tmp_path):
     folder = train(tmp_path)
     state = checkpoint(folder)
     data = common.load_dataset("digits", "data", 8, 200)
-    net = proxyfl.ResNet8(10, 4, heads=True).to(memory_format=torch.channels_last)
+    net = proxyfl.ResNet8(10, 8, heads=True).to(memory_format=torch.channels_last)
     accuracy = proxyfl.evaluate(
         net, state["state"], data.test_images, data.test_labels, common.channel_stats(data.train_images)
     )
