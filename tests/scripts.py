@@ -32,11 +32,13 @@ class Script(NamedTuple):
 
 FSSL = (  # settings that all semi-supervised scripts know
     "--dataset digits --train-subset 200 --image-size 8 --width 8 --clients 4 --clients-per-round 3 --rounds 2 "
-    "--local-epochs 1 --batch-size 8 --device cpu"
+    "--local-epochs 1 --batch-size 16 --device cpu"
 )
 PLUG_IN = "--gpt --icpl --gpt-epochs 2"
 SCRIPTS = {
-    "proxyfl.py": Script(f"{FSSL} --gpt-epochs 2", ["", "--variant paper", "--shared-momentum", "--no-icpl --no-gpt"]),
+    "proxyfl.py": Script(
+        f"{FSSL} --gpt-epochs 2 --batch-size 8", ["", "--variant paper", "--shared-momentum", "--no-icpl --no-gpt"]
+    ),
     "baselines/fedavg.py": Script(FSSL, ["", "--prox-mu 0.1", "--labels all"]),
     "baselines/fixmatch.py": Script(FSSL, ["", "--teacher local --prox-mu 0.1", PLUG_IN]),
     "baselines/flexmatch.py": Script(FSSL),

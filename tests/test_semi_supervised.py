@@ -1,0 +1,253 @@
+"""Every semi-supervised script: label secrecy, odd clients, isolation of clients, and what a run leaves of a model."""
+
+import numpy as np
+import pytest
+import torch
+from scripts import SEMI_SUPERVISED, checkpoint, equal, rows
+from scripts import method as find_method
+
+import common
+
+NEEDS_LABELS = {"baselines/fedavg.py"}  # clients without labelled images do not train there
+SIZES = [(0, 0), (0, 1), (1, 0), (0, 2), (2, 1), (0, 7), (7, 0), (8, 0), (9, 0), (0, 8), (0, 9), (3, 17)]
+
+
+@pytest.fixture(params=SEMI_SUPERVISED)
+def method(request):
+    return find_method(request.param)
+
+
+def variants(method):
+    return [variant.split() for variant in method.table.variants]
+
+
+def change_data(monkeypatch, method, change):
+    """Let the script see change(data) instead of its data."""
+    honest = method.module.prepare_data
+
+    def changed(args, device):
+        data, *rest = honest(args, device)
+        return change(data), *rest
+
+    monkeypatch.setattr(method.module, "prepare_data", changed)
+
+
+def spy(monkeypatch, method, on_call):
+    """Call on_call(client_update, arguments) for each local training; it returns the Upload."""
+    honest = method.module.client_update
+    monkeypatch.setattr(method.module, "client_update", lambda *args: on_call(honest, args))
+
+
+def weights(value, name=""):
+    """The trainable tensors of a nested structure, by name; no batch-norm statistics, no state of clients."""
+    if isinstance(value, dict):
+        return {key: leaf for part in value for key, leaf in weights(value[part], f"{name}/{part}").items()}
+    return {name: value} if name.endswith((".weight", ".bias")) else {}
+
+
+def state(folder):
+    """What a checkpoint holds of the method."""
+    return {name: value for name, value in checkpoint(folder).items() if name not in ("settings", "optimizer")}
+
+
+def leaves(value):
+    if isinstance(value, (dict, list, tuple)):
+        return [leaf for part in (value.values() if isinstance(value, dict) else value) for leaf in leaves(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def is_finite(value):
+    return all(bool(leaf.isfinite().all()) for leaf in leaves(value))
+
+
+def check_rows(folder):
+    for row in rows(folder):
+        assert None not in row.values() and not {"nan", "inf", "None"} & set(row.values())
+
+
+def test_labels_of_unlabelled_images_change_no_weight(method, tmp_path, monkeypatch):
+    def scramble(data):
+        hidden = np.concatenate(data.unlabelled)
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(hidden)))
+        data.labels[hidden] = data.labels[hidden][order]
+        return data
+
+    settings = [variant for variant in variants(method) if "all" not in variant]
+    for number, variant in enumerate(settings):
+        plain = method.train(tmp_path, *variant, name=f"plain{number}")
+        with monkeypatch.context() as patch:
+            change_data(patch, method, scramble)
+            other = method.train(tmp_path, *variant, name=f"scrambled{number}")
+        a, b = state(plain), state(other)
+        assert weights(a) and equal(a, b)
+        quality = [[row.get("pl_acc_pct") for row in rows(folder)] for folder in (plain, other)]
+        assert quality[0] != quality[1] or quality[0][0] is None  # the scramble was real
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_clients_of_any_size(method, tmp_path, monkeypatch, batch_size):
+    """One run in which all of SIZES take part, then one whose only client is empty."""
+
+    def resize(data):
+        order, at, labelled, unlabelled = np.random.default_rng(0).permutation(200), 0, [], []
+        for n_labelled, n_unlabelled in SIZES:
+            labelled.append(order[at : at + n_labelled])
+            unlabelled.append(order[at + n_labelled : at + n_labelled + n_unlabelled])
+            at += n_labelled + n_unlabelled
+        return data._replace(labelled=labelled, unlabelled=unlabelled)
+
+    seen = []
+
+    def remember(client_update, args):
+        upload = client_update(*args)
+        assert is_finite(upload)
+        seen.append((upload.weight.item(), upload.metrics[method.module.METRICS.index("steps")].item()))
+        return upload
+
+    for number, variant in enumerate(variants(method) if batch_size > 1 else [[]]):
+        seen.clear()
+        with monkeypatch.context() as patch:
+            change_data(patch, method, resize)
+            spy(patch, method, remember)
+            flags = ["--clients", len(SIZES), "--clients-per-round", len(SIZES), "--batch-size", batch_size]
+            folder = method.train(tmp_path, *flags, *variant, "--rounds", 1, name=f"run{number}")
+        assert len(seen) == len(SIZES) and all((weight > 0) <= (steps > 0) for weight, steps in seen)
+        able = sum(n > 0 if method.name in NEEDS_LABELS else n + u > 0 for n, u in SIZES)
+        if method.name in NEEDS_LABELS and "all" in variant:
+            able = len(SIZES) - 1
+        assert sum(steps > 0 for _, steps in seen) == able, seen
+        row = rows(folder)[0]
+        assert int(row["clients_trained"]) + int(row["clients_empty"]) == len(SIZES)
+        assert is_finite(state(folder))
+        check_rows(folder)
+
+
+def test_clients_without_images_get_weight_0_and_a_logged_reason(method, tmp_path, capsys):
+    flags = ["--partition", "dirichlet", "--alpha", 0.001, "--clients", 60, "--clients-per-round", 20, "--rounds", 1]
+    folder = method.train(tmp_path, *flags)
+    said = capsys.readouterr().out
+    assert "clients own no labelled image" in said and "skipped" in said
+    (row,) = rows(folder)
+    assert int(row["clients_empty"]) > 0 and int(row["clients_trained"]) + int(row["clients_empty"]) == 20
+    assert int(row["bytes_up"]) % int(row["clients_trained"]) == 0
+    check_rows(folder)
+
+
+def test_every_client_of_the_round_empty_keeps_the_model(method, tmp_path, monkeypatch):
+    nothing = np.zeros(0, np.int64)
+    change_data(monkeypatch, method, lambda data: data._replace(labelled=[nothing] * 4, unlabelled=[nothing] * 4))
+    for number, variant in enumerate(variants(method)):
+        once = method.train(tmp_path, *variant, "--rounds", 1, name=f"once{number}")
+        folder = method.train(tmp_path, *variant, "--rounds", 2, name=f"run{number}")
+        before, after = weights(checkpoint(once)), weights(checkpoint(folder))
+        assert before and equal(before, after)
+        for row in rows(folder):
+            assert row["clients_trained"] == row["bytes_up"] == "0" and row["loss_sup"] == ""
+        check_rows(folder)
+
+
+@pytest.mark.parametrize("threshold", [1.5, 0])
+def test_no_image_or_every_image_above_the_threshold(method, tmp_path, threshold):
+    if not hasattr(method.module.parse_args(method.short), "conf_threshold"):
+        pytest.skip("has no --conf-threshold")
+    folder = method.train(tmp_path, "--conf-threshold", threshold)
+    check_rows(folder)
+    for row in rows(folder):
+        assert (row["pl_used_pct"] == "0") <= (row["pl_used_acc_pct"] == "")
+
+
+def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
+    """Clients start from the broadcast, leave it alone, and give the same whatever was trained before them."""
+    pointers = set()
+
+    def twice(client_update, args):
+        given = [arg for arg in args if isinstance(arg, (tuple, dict)) and type(arg).__name__ != "FederatedData"]
+        before = [[leaf.clone() for leaf in leaves(part)] for part in given]
+        first, second = client_update(*args), client_update(*args)
+        assert given and equal(before, [leaves(part) for part in given])
+        assert equal(first, second)
+        for leaf in leaves(first):
+            assert leaf.numel() == 0 or leaf.data_ptr() not in pointers
+            pointers.add(leaf.data_ptr())
+        kept.append(first)  # so that no address is used again
+        return first
+
+    for number, variant in enumerate(variants(method)):
+        if "--shared-momentum" in variant:
+            continue
+        kept = []
+        pointers.clear()
+        with monkeypatch.context() as patch:
+            spy(patch, method, twice)
+            spied = method.train(tmp_path, *variant, "--rounds", 1, name=f"spied{number}")
+        plain = method.train(tmp_path, *variant, "--rounds", 1, name=f"plain{number}")
+        assert len(kept) == 3 and equal(state(spied), state(plain))
+        first, other = (weights(upload._asdict()) for upload in kept[:2])
+        assert any(not torch.equal(first[name], other[name]) for name in first)  # clients differ
+
+
+def test_without_a_step_size_only_batch_norm_statistics_move(method, tmp_path):
+    for number, variant in enumerate(variants(method)):
+        if "--gpt" in variant or method.name == "proxyfl.py" and "--no-gpt" not in variant:
+            continue  # the server tunes proxies
+        once, twice = (method.train(tmp_path, *variant, "--lr", 0, "--rounds", n, name=f"{n}_{number}") for n in (1, 2))
+        before, after = weights(checkpoint(once)), weights(checkpoint(twice))
+        assert before.keys() == after.keys()
+        for name in before:
+            torch.testing.assert_close(before[name], after[name], rtol=1e-6, atol=1e-7)
+
+
+def test_accuracy_after_loading_equals_the_one_logged(method, tmp_path):
+    folder = method.train(tmp_path)
+    state = checkpoint(folder)["state"]
+    data = common.load_dataset("digits", "data", 8, 200)
+    heads = {"heads": True} if "feat_proj.weight" in state else {}
+    net = method.module.ResNet8(10, 8, **heads).to(memory_format=torch.channels_last)
+    stats = common.channel_stats(data.train_images)
+    accuracy = method.module.evaluate(net, state, data.test_images, data.test_labels, stats)
+    assert rows(folder)[-1]["test_acc_pct"] == f"{accuracy:.6g}"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--clients-per-round", 4],
+        ["--alpha", "inf"],
+        ["--label-ratio", 1],
+        ["--partition", "dirichlet"],
+        ["--clients", 1, "--clients-per-round", 1],
+        ["--flip", "--width", 9],
+        ["--amp", "--local-epochs", 2],
+    ],
+)
+def test_settings_of_the_protocol_run_and_stay_finite(method, tmp_path, flags):
+    folder = method.train(tmp_path, "--rounds", 1, *flags)
+    assert is_finite(state(folder))
+    check_rows(folder)
+
+
+def test_presets_follow_the_flags_that_are_given(method):
+    parse = method.module.parse_args
+    assert parse(["--clients", "4"]).clients_per_round == 4
+    assert parse(["--dataset", "CIFAR-100", "--rounds", "7"]).rounds == 7
+    for name, rounds in (("cifar10", 300), ("cifar100", 500), ("svhn", 150), ("cinic10", 400)):
+        paper = parse(["--dataset", name])
+        assert (paper.clients, paper.clients_per_round, paper.rounds, paper.local_epochs) == (20, 8, rounds, 5)
+        assert (paper.batch_size, paper.width, paper.image_size, paper.flip) == (128, 64, 32, name != "svhn")
+        assert paper.momentum == 0.9 and paper.weight_decay == 1e-4 and getattr(paper, "mu", 2) == 2
+
+
+def test_labelled_share_of_svhn(method, monkeypatch):
+    """As published: a tenth of 4,600 images of each class; elsewhere of the class itself."""
+    sizes = [4659, 5000, 6000]
+    labels = torch.arange(3).repeat_interleave(torch.tensor(sizes))
+    images = torch.zeros(len(labels), 3, 8, 8, dtype=torch.uint8)
+    svhn = common.Dataset(images, labels, images[:3], labels[:3], list("012"), "made up")
+    monkeypatch.setattr(common, "load_dataset", lambda *_: svhn)
+    for flags, each in (
+        (["--dataset", "svhn"], [460] * 3),
+        (["--dataset", "svhn", "--label-ratio", "0.2"], [920] * 3),
+        (["--dataset", "cifar10"], [466, 500, 600]),
+    ):
+        data = method.module.prepare_data(method.module.parse_args(flags), torch.device("cpu"))[0]
+        assert np.bincount(data.labels[np.concatenate(data.labelled)]).tolist() == each
