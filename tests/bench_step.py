@@ -3,20 +3,26 @@
     python tests/bench_step.py                               # ProxyFL at the paper's size (width 64, 128 + 2 x 256)
     python tests/bench_step.py --device cuda --amp --compile --csv results/bench.csv
     python tests/bench_step.py --method fedcopl              # FedCoPL, ViT-B/32: a training step and a labelling pass
+    python tests/bench_step.py --method baselines            # every semi-supervised method, relative to FixMatch-GPL
 
 ProxyFL's yardstick is a plain matrix product; FLOPs are counted by torch (convolutions and matrix products, forward and
 backward, the teacher included; one multiply-add is two). FedCoPL's is the plain forward of tests/plain_clip.py: prompts
 appended as tokens and dropped after each block, 77 text tokens, texts encoded again for every batch. Random images and
-weights; the code that runs is client_update and predict of the scripts themselves. Not collected by pytest.
+weights; the code that runs is client_update and predict of the scripts themselves. The baselines train on enlarged
+digits, whole rounds by their main(); what is timed is client_update, per step. Not collected by pytest.
 """
 
 import argparse
+import contextlib
 import copy
 import csv
+import importlib
+import io
 import logging
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -274,13 +280,80 @@ def bench_fedcopl(options, device):
         report(result | {"matmul_gflops": round(matmul, 1)}, options.csv)
 
 
+BASELINES = {  # row: script and flags; relative to the first
+    "FixMatch-GPL": ("baselines/fixmatch.py", "--teacher global"),
+    "FixMatch-LPL": ("baselines/fixmatch.py", "--teacher local"),
+    "FixMatch-GPL + GPT + ICPL": ("baselines/fixmatch.py", "--gpt --icpl"),
+    "FedProx + FixMatch": ("baselines/fixmatch.py", "--teacher local --prox-mu 0.001"),
+    "FedAvg": ("baselines/fedavg.py", ""),
+    "FedProx": ("baselines/fedavg.py", "--prox-mu 0.001"),
+    "FlexMatch": ("baselines/flexmatch.py", ""),
+    "FedMatch": ("baselines/fedmatch.py", ""),
+    "FedMatch, helper round": ("baselines/fedmatch.py", "--helper-interval 1"),
+    "FedLabel": ("baselines/fedlabel.py", ""),
+    "FedLabel, two-phase": ("baselines/fedlabel.py", "--two-phase"),
+    "FedLoKe": ("baselines/fedloke.py", ""),
+    "FedDure, paper": ("baselines/feddure.py", "--variant paper"),
+    "FedDure, official": ("baselines/feddure.py", "--variant official"),
+    "FedDB": ("baselines/feddb.py", ""),
+    "SAGE": ("baselines/sage.py", ""),
+    "PROTO": ("baselines/fedproto.py", ""),
+    "ProxyFL": ("proxyfl.py", ""),
+}
+
+
+def bench_baselines(options, device):
+    """Seconds of a local step of each method; the rows take turns, so that all see the same machine."""
+    times = {name: [] for name in BASELINES}
+    for turn in range(options.repeats + 1):  # the first turn warms up
+        for name, (script, flags) in BASELINES.items():
+            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            honest, spent, steps = module.client_update, [], []
+
+            def timed(*args):
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                upload = honest(*args)
+                steps.append(upload.metrics[module.METRICS.index("steps")].item())
+                spent.append(time.perf_counter() - start)
+                return upload
+
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+                module.client_update = timed
+                try:
+                    module.main(
+                        f"--image-size 32 --width {options.width} --batch-size {options.batch_size} --clients 4 "
+                        f"--clients-per-round 2 --local-epochs 1 --rounds 2 --device {options.device} "
+                        f"--out-dir {folder} {flags}".split()
+                    )
+                finally:
+                    module.client_update = honest
+            if turn:
+                times[name].append(sum(spent[2:]) / sum(steps[2:]))  # of round 2: FedMatch has helpers by then
+    first = statistics.median(times["FixMatch-GPL"])
+    for name in BASELINES:
+        step = statistics.median(times[name])
+        result = {
+            "device": common.device_name(device),
+            "torch": torch.__version__,
+            "width": options.width,
+            "batch": options.batch_size,
+            "method": name,
+            "step_s": round(step, 4),
+            "relative": round(step / first, 2),
+            "spread": round((max(times[name]) - min(times[name])) / step, 2),
+        }
+        report(result, options.csv)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--method", choices=("proxyfl", "fedcopl"), default="proxyfl")
+    parser.add_argument("--method", choices=("proxyfl", "fedcopl", "baselines"), default="proxyfl")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--batch-size", type=int, default=None, help="default: the paper's, 128 or 64")
+    parser.add_argument("--batch-size", type=int, default=None, help="default: the paper's, 128 or 64; baselines: 32")
     parser.add_argument("--classes", type=int, nargs="*", help="default: 10; fedcopl: 10 47 100 200")
-    parser.add_argument("--width", type=int, default=64, help="proxyfl")
+    parser.add_argument("--width", type=int, default=None, help="proxyfl: 64; baselines: 16")
     parser.add_argument("--mu", type=int, default=2, help="proxyfl")
     parser.add_argument("--model", default="ViT-B-32-quickgelu", help="fedcopl: an open_clip model")
     parser.add_argument("--steps", type=int, default=None, help="steps a timed client has; default 4, fedcopl 1")
@@ -290,12 +363,15 @@ def main():
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     options = parser.parse_args()
     device = common.choose_device(options.device)
-    if options.method == "fedcopl":
+    if options.method == "baselines":
+        options.batch_size, options.width = options.batch_size or 32, options.width or 16
+        bench_baselines(options, device)
+    elif options.method == "fedcopl":
         options.batch_size, options.steps = options.batch_size or 64, options.steps or 1
         bench_fedcopl(options, device)
     else:
         options.batch_size, options.steps = options.batch_size or 128, options.steps or 4
-        options.classes = (options.classes or [10])[0]
+        options.width, options.classes = options.width or 64, (options.classes or [10])[0]
         bench_proxyfl(options, device)
 
 

@@ -33,9 +33,11 @@ def change_data(monkeypatch, method, change):
 
 
 def spy(monkeypatch, method, on_call):
-    """Call on_call(client_update, arguments) for each local training; it returns the Upload."""
-    honest = method.module.client_update
-    monkeypatch.setattr(method.module, "client_update", lambda *args: on_call(honest, args))
+    """Call on_call(local training, its arguments) for each local training; it returns the Upload."""
+    for name in ("client_update", "two_phase_update"):
+        if hasattr(method.module, name):
+            honest = getattr(method.module, name)
+            monkeypatch.setattr(method.module, name, lambda *args, honest=honest: on_call(honest, args))
 
 
 def weights(value, name=""):
