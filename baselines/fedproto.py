@@ -16,6 +16,7 @@ Each client owns a few labelled and many unlabelled images. A round:
   clients  train as in FixMatch with the broadcast model as teacher (GPL), pull each feature to the prototype of its
            (pseudo-)class, and take the mean feature of each class in their last epoch;
   server   averages the models, weighted by the clients' images, and the prototypes, each client alike.
+PROTO-ALL's prototypes hold every wrong guess of the teacher; the paper reports 19.59 % for it on SVHN.
 
 Letters in shapes: B labelled batch, U unlabelled batch, N = B + 2U rows (labelled, weak, strong), C classes,
 D features, M clients of the round.

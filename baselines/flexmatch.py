@@ -2,7 +2,7 @@
 
 Papers: FlexMatch, NeurIPS 2021 (arXiv 2110.08263), official code TorchSSL/TorchSSL, later in
 microsoft/Semi-supervised-learning; FedAvg, arXiv 1602.05629. Protocol and row: ProxyFL, CVPR 2026 (arXiv 2602.21078),
-Table 1; no script of the row exists, and its SVHN figure (52.58 %) is far from all others.
+Table 1; no script of the row exists, and its SVHN figure (52.58 %) is far below the table's others.
 
     python baselines/flexmatch.py                                       # embedded digits
     python baselines/flexmatch.py --no-warm-up                          # unused images do not hold thresholds down
@@ -26,8 +26,8 @@ warm-up `learning_status`; class thresholds with the convex mapping `class_thres
 that its FlexMatch does not use.
 What follows from the rule: a class that was never predicted with confidence has threshold 0, so at first every image
 passes, and images that the model takes for a class the client does not have may pass for ever.
-As in the official code, and not in the paper: a memory with one value in all places (all unused, all one class) leaves
-the learning status as it was.
+As in the official code: a memory with one value in all places (all unused, all one class) leaves the learning status as
+it was.
 Not published, chosen here:
   - Memory and learning status stay with the client from round to round and are never sent: starting anew each round
     would let every image pass in its first step.
