@@ -41,14 +41,14 @@ SCRIPTS = {
     ),
     "baselines/fedavg.py": Script(FSSL, ["", "--prox-mu 0.1", "--labels all"]),
     "baselines/fixmatch.py": Script(FSSL, ["", "--teacher local --prox-mu 0.1", PLUG_IN]),
-    "baselines/flexmatch.py": Script(FSSL),
+    "baselines/flexmatch.py": Script(FSSL, ["", "--no-warm-up --tau 0.5"]),
     "baselines/fedmatch.py": Script(FSSL),
     "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase", PLUG_IN]),
     "baselines/fedloke.py": Script(FSSL),
     "baselines/feddure.py": Script(FSSL, ["", "--variant official"]),
     "baselines/feddb.py": Script(FSSL),
     "baselines/sage.py": Script(FSSL, ["", PLUG_IN]),
-    "baselines/fedproto.py": Script(FSSL),
+    "baselines/fedproto.py": Script(FSSL, ["", "--prototypes all --tau 0.3 --lambda-proto 3"]),
     "fedcopl.py": Script(
         "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
         "--device cpu",

@@ -58,6 +58,8 @@ OWN_OUT_OF_RANGE = {
     },
     "baselines/fedavg.py": {"--prox-mu": ("-1", "nan")},
     "baselines/fixmatch.py": {**PSEUDO_LABELS, **PLUG_IN, "--prox-mu": ("-1", "nan")},
+    "baselines/flexmatch.py": PSEUDO_LABELS,
+    "baselines/fedproto.py": {**PSEUDO_LABELS, "--lambda-proto": ("-1", "nan", "inf")},
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -133,6 +135,8 @@ OWN_MISTAKES = {
         (["--teacher", "ema"], ["--teacher", "local", "global"]),
         (["--teacher", "local", "--union-mask"], ["--union-mask", "--teacher local"]),
     ],
+    "baselines/flexmatch.py": [(["--warm-up", 10], ["10"]), (["--teacher", "local"], ["--teacher"])],
+    "baselines/fedproto.py": [(["--prototypes", "none"], ["--prototypes", "confident", "all", "labelled"])],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
         (["--partition", "official"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -280,6 +284,8 @@ CHANGES = [  # of every script
 OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
     "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
+    "baselines/flexmatch.py": [(["--no-warm-up", "--tau", 0.9], ["--warm-up True -> False", "--conf-threshold 0.95"])],
+    "baselines/fedproto.py": [(["--prototypes", "all"], ["--prototypes confident -> all"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
