@@ -58,6 +58,23 @@ OWN_OUT_OF_RANGE = {
     },
     "baselines/fedavg.py": {"--prox-mu": ("-1", "nan")},
     "baselines/fixmatch.py": {**PSEUDO_LABELS, **PLUG_IN, "--prox-mu": ("-1", "nan")},
+    "baselines/fedmatch.py": {
+        "--conf-threshold": ("-0.1", "3", "nan"),
+        "--mu": ("0",),
+        **{f"--lambda-{part}": ("-1", "nan") for part in "sia12"},
+        "--psi-factor": ("-0.2", "inf"),
+        "--helpers": ("-1", "1.5"),
+        "--helper-interval": ("0",),
+        "--zero-threshold": ("-1e-6",),
+        "--send-threshold": ("nan",),
+    },
+    "baselines/fedloke.py": {
+        "--mu": ("0", "0.9"),
+        "--loke-mu": ("-0.1", "1.1", "nan"),
+        "--entropy-threshold": ("-0.1", "nan"),
+        "--warm-up-rounds": ("-1", "0.5"),
+        "--clip": ("-0.1", "inf"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -132,6 +149,11 @@ OWN_MISTAKES = {
     "baselines/fixmatch.py": [
         (["--teacher", "ema"], ["--teacher", "local", "global"]),
         (["--teacher", "local", "--union-mask"], ["--union-mask", "--teacher local"]),
+    ],
+    "baselines/fedmatch.py": [(["--lambda-u", 1], ["--lambda-u"])],  # it has weights of its own
+    "baselines/fedloke.py": [
+        (["--first-visit", "never"], ["--first-visit", "initial", "download"]),
+        (["--conf-threshold", 0.9], ["--conf-threshold"]),  # it goes by entropy
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -280,6 +302,8 @@ CHANGES = [  # of every script
 OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
     "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
+    "baselines/fedmatch.py": [(["--helpers", 1, "--lambda-2", 0], ["--helpers 2 -> 1", "--lambda-2 10.0 -> 0.0"])],
+    "baselines/fedloke.py": [(["--first-visit", "download"], ["--first-visit initial -> download"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
