@@ -42,9 +42,13 @@ SCRIPTS = {
     "baselines/fedavg.py": Script(FSSL, ["", "--prox-mu 0.1", "--labels all"]),
     "baselines/fixmatch.py": Script(FSSL, ["", "--teacher local --prox-mu 0.1", PLUG_IN]),
     "baselines/flexmatch.py": Script(FSSL, ["", "--no-warm-up --tau 0.5"]),
-    "baselines/fedmatch.py": Script(FSSL),
+    "baselines/fedmatch.py": Script(
+        f"{FSSL} --lr 0.1 --lambda-s 1 --helper-interval 1 --conf-threshold 0.2", ["", "--helper-interval 3"]
+    ),
     "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase", PLUG_IN]),
-    "baselines/fedloke.py": Script(FSSL),
+    "baselines/fedloke.py": Script(
+        f"{FSSL} --warm-up-rounds 1 --entropy-threshold 2", ["", "--first-visit download", "--clip 0 --loke-mu 1"]
+    ),
     "baselines/feddure.py": Script(FSSL, ["", "--variant official"]),
     "baselines/feddb.py": Script(FSSL),
     "baselines/sage.py": Script(FSSL, ["", PLUG_IN]),

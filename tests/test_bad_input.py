@@ -60,6 +60,23 @@ OWN_OUT_OF_RANGE = {
     "baselines/fixmatch.py": {**PSEUDO_LABELS, **PLUG_IN, "--prox-mu": ("-1", "nan")},
     "baselines/flexmatch.py": PSEUDO_LABELS,
     "baselines/fedproto.py": {**PSEUDO_LABELS, "--lambda-proto": ("-1", "nan", "inf")},
+    "baselines/fedmatch.py": {
+        "--conf-threshold": ("-0.1", "3", "nan"),
+        "--mu": ("0",),
+        **{f"--lambda-{part}": ("-1", "nan") for part in "sia12"},
+        "--psi-factor": ("-0.2", "inf"),
+        "--helpers": ("-1", "1.5"),
+        "--helper-interval": ("0",),
+        "--zero-threshold": ("-1e-6",),
+        "--send-threshold": ("nan",),
+    },
+    "baselines/fedloke.py": {
+        "--mu": ("0", "0.9"),
+        "--loke-mu": ("-0.1", "1.1", "nan"),
+        "--entropy-threshold": ("-0.1", "nan"),
+        "--warm-up-rounds": ("-1", "0.5"),
+        "--clip": ("-0.1", "inf"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -137,6 +154,11 @@ OWN_MISTAKES = {
     ],
     "baselines/flexmatch.py": [(["--warm-up", 10], ["10"]), (["--teacher", "local"], ["--teacher"])],
     "baselines/fedproto.py": [(["--prototypes", "none"], ["--prototypes", "confident", "all", "labelled"])],
+    "baselines/fedmatch.py": [(["--lambda-u", 1], ["--lambda-u"])],  # it has weights of its own
+    "baselines/fedloke.py": [
+        (["--first-visit", "never"], ["--first-visit", "initial", "download"]),
+        (["--conf-threshold", 0.9], ["--conf-threshold"]),  # it goes by entropy
+    ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
         (["--partition", "official"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -286,6 +308,8 @@ OWN_CHANGES = {
     "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
     "baselines/flexmatch.py": [(["--no-warm-up", "--tau", 0.9], ["--warm-up True -> False", "--conf-threshold 0.95"])],
     "baselines/fedproto.py": [(["--prototypes", "all"], ["--prototypes confident -> all"])],
+    "baselines/fedmatch.py": [(["--helpers", 1, "--lambda-2", 0], ["--helpers 2 -> 1", "--lambda-2 10.0 -> 0.0"])],
+    "baselines/fedloke.py": [(["--first-visit", "download"], ["--first-visit initial -> download"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
