@@ -41,7 +41,7 @@ SCRIPTS = {
     "baselines/fixmatch.py": Script(FSSL, ["", "--teacher local --prox-mu 0.1", PLUG_IN]),
     "baselines/flexmatch.py": Script(FSSL),
     "baselines/fedmatch.py": Script(FSSL),
-    "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase", PLUG_IN]),
+    "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase --unlabelled-epochs 2", PLUG_IN]),
     "baselines/fedloke.py": Script(FSSL),
     "baselines/feddure.py": Script(FSSL, ["", "--variant official"]),
     "baselines/feddb.py": Script(FSSL),

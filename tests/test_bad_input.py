@@ -58,6 +58,13 @@ OWN_OUT_OF_RANGE = {
     },
     "baselines/fedavg.py": {"--prox-mu": ("-1", "nan")},
     "baselines/fixmatch.py": {**PSEUDO_LABELS, **PLUG_IN, "--prox-mu": ("-1", "nan")},
+    "baselines/fedlabel.py": {
+        **PSEUDO_LABELS,
+        **PLUG_IN,
+        "--lambda-agree": ("-1", "inf"),
+        "--unlabelled-epochs": ("-1", "1.5"),
+    },
+    "baselines/sage.py": {**PSEUDO_LABELS, **PLUG_IN, "--kappa": ("-1", "inf"), "--temperature": ("0", "nan")},
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -132,6 +139,12 @@ OWN_MISTAKES = {
     "baselines/fixmatch.py": [
         (["--teacher", "ema"], ["--teacher", "local", "global"]),
         (["--teacher", "local", "--union-mask"], ["--union-mask", "--teacher local"]),
+    ],
+    "baselines/fedlabel.py": [
+        (["--expertise", "entropy"], ["--expertise", "variance", "logit-variance", "maximum"]),
+        (["--two-phase", "--gpt"], ["--two-phase", "--gpt"]),
+        (["--two-phase", "--icpl"], ["--two-phase", "--icpl"]),
+        (["--unlabelled-epochs", 3], ["--unlabelled-epochs 3", "--two-phase"]),
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -280,6 +293,8 @@ CHANGES = [  # of every script
 OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
     "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
+    "baselines/fedlabel.py": [(["--two-phase"], ["--two-phase False -> True", "--unlabelled-epochs None -> 1"])],
+    "baselines/sage.py": [(["--kappa", 0, "--icpl"], ["--kappa 13.8629436", "-> 0.0", "--icpl False -> True"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
