@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from scripts import checkpoint, equal, rows
 from scripts import method as find_method
 
+import common
 from baselines import fedavg, fedlabel, fixmatch
 
 METHOD = find_method("baselines/fedlabel.py")
@@ -267,6 +268,32 @@ def test_phase_2_starts_from_the_broadcast_model_with_frozen_teachers_in_eval_mo
     start = given[4].state["conv1.weight"]
     assert torch.equal(unlabelled[2][4], start) and torch.equal(unlabelled[-2][4], start)
     assert torch.equal(unlabelled[0][4], unlabelled[-3][4]) and not torch.equal(unlabelled[0][4], start)
+
+
+def test_phase_2_replayed_by_hand():
+    """Fresh momentum; means over the kept and over the agreeing images, not over all."""
+    (args, _, _, data, received), _, (net, teacher, local_teacher) = two_phase(9, 40, "--tau", 0.3)
+    rng = common.stream(args.seed, "client", 1, 0)
+    list(fedlabel.labelled_batches(args, data, 0, rng))  # phase 1 drew from the same stream
+    student, partial = fedlabel.ResNet8(4, 8), 0
+    student.load_state_dict(received.state)
+    optimizer = torch.optim.SGD(student.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    for _, batch in fedlabel.unlabelled_batches(args, data, 0, rng):
+        weak, strong = batch.views[:16], batch.views[16:]
+        with torch.no_grad():
+            choice = fedlabel.choose_expert(local_teacher(weak)[1], teacher(weak)[1], 0.3, "variance")
+        answer, used, agree = student(strong)[1], choice.used, choice.agree
+        loss = F.cross_entropy(answer[used], choice.label[used]) if used.any() else answer.sum() * 0
+        if agree.any():
+            pull = (choice.other * (choice.other.log() - answer.log_softmax(1))).sum(1)
+            loss = loss + (choice.ratio * pull)[agree].mean()
+        partial += int(used.sum() < 16) + int(agree.sum() < 16)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert partial > 0
+    for (name, value), want in zip(net.state_dict().items(), student.state_dict().values()):
+        torch.testing.assert_close(value, want, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_r_counts_labelled_images_and_those_kept_when_last_seen():
