@@ -45,7 +45,7 @@ SCRIPTS = {
     "baselines/fedmatch.py": Script(
         f"{FSSL} --lr 0.1 --lambda-s 1 --helper-interval 1 --conf-threshold 0.2", ["", "--helper-interval 3"]
     ),
-    "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase", PLUG_IN]),
+    "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase --unlabelled-epochs 2", PLUG_IN]),
     "baselines/fedloke.py": Script(
         f"{FSSL} --warm-up-rounds 1 --entropy-threshold 2", ["", "--first-visit download", "--clip 0 --loke-mu 1"]
     ),

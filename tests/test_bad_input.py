@@ -77,6 +77,13 @@ OWN_OUT_OF_RANGE = {
         "--warm-up-rounds": ("-1", "0.5"),
         "--clip": ("-0.1", "inf"),
     },
+    "baselines/fedlabel.py": {
+        **PSEUDO_LABELS,
+        **PLUG_IN,
+        "--lambda-agree": ("-1", "inf"),
+        "--unlabelled-epochs": ("-1", "1.5"),
+    },
+    "baselines/sage.py": {**PSEUDO_LABELS, **PLUG_IN, "--kappa": ("-1", "inf"), "--temperature": ("0", "nan")},
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -158,6 +165,12 @@ OWN_MISTAKES = {
     "baselines/fedloke.py": [
         (["--first-visit", "never"], ["--first-visit", "initial", "download"]),
         (["--conf-threshold", 0.9], ["--conf-threshold"]),  # it goes by entropy
+    ],
+    "baselines/fedlabel.py": [
+        (["--expertise", "entropy"], ["--expertise", "variance", "logit-variance", "maximum"]),
+        (["--two-phase", "--gpt"], ["--two-phase", "--gpt"]),
+        (["--two-phase", "--icpl"], ["--two-phase", "--icpl"]),
+        (["--unlabelled-epochs", 3], ["--unlabelled-epochs 3", "--two-phase"]),
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -310,6 +323,8 @@ OWN_CHANGES = {
     "baselines/fedproto.py": [(["--prototypes", "all"], ["--prototypes confident -> all"])],
     "baselines/fedmatch.py": [(["--helpers", 1, "--lambda-2", 0], ["--helpers 2 -> 1", "--lambda-2 10.0 -> 0.0"])],
     "baselines/fedloke.py": [(["--first-visit", "download"], ["--first-visit initial -> download"])],
+    "baselines/fedlabel.py": [(["--two-phase"], ["--two-phase False -> True", "--unlabelled-epochs None -> 1"])],
+    "baselines/sage.py": [(["--kappa", 0, "--icpl"], ["--kappa 13.8629436", "-> 0.0", "--icpl False -> True"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),

@@ -1,0 +1,755 @@
+"""FedLabel, a reconstruction: each image is labelled by the local or the global model, whichever looks more expert.
+
+Paper: FedLabel, ICCV 2023 (arXiv 2307.08809). No official code was found. What stands here comes from the paper's
+abstract and two unofficial ports: they agree on the loss, but not on the shape of the training, hence --two-phase, nor
+on the expertise, hence --expertise. ProxyFL's modules on top of it: ProxyFL, CVPR 2026 (arXiv 2602.21078), Table 9;
+which variant that paper's tables used is unknown (its option file has a single value of FedLabel: perhaps the joint).
+
+    python baselines/fedlabel.py                                        # joint, embedded digits
+    python baselines/fedlabel.py --two-phase                            # labelled steps, then unlabelled ones
+    python baselines/fedlabel.py --expertise maximum                    # the more confident model labels
+    python baselines/fedlabel.py --gpt --icpl                           # with ProxyFL's modules
+    python baselines/fedlabel.py --dataset cifar10 --alpha 0.1          # the paper's setting
+
+Results: baselines/README.md. The paper's scale was not run.
+
+Each client owns a few labelled and many unlabelled images. For each unlabelled image the model whose prediction for the
+weak view varies more over the classes is its expert; a tie goes to the local model. Where the expert is confident the
+strong view is trained towards its class and, if the other model names the same class, towards the other's distribution
+as well. A round:
+  server   broadcasts the global model w;
+  clients  joint: train on labelled and unlabelled images at once; experts are the model in training (batch norm by the
+           mixed batch) and w (running statistics);
+           two-phase: train w on labelled images to w_L; start from w again and train on unlabelled ones, experts being
+           the frozen w_L and w (both with running statistics); send w plus both changes, and r, the number of
+           labelled and kept images;
+  server   averages the models, weighted by the clients' images; two-phase: by r, hence w + sum of r / sum(r) * changes.
+
+Letters in shapes: B labelled batch, U unlabelled batch, N = B + 2U rows (labelled, weak, strong), C classes,
+D features, M clients of the round.
+
+Components: expertise `expertise`; choice of the expert `choose_expert`; loss `fedlabel_losses`; both phases
+`two_phase_update`, sum of the changes `add_changes`; the plug-ins of ProxyFL's Table 9 in their released form
+(proxyfl.py has the variants), for the joint variant alone: `icpl_loss` with `update_prior`, and `tune_global_proxy`.
+Not published, chosen here:
+  - Expertise is the variance of the C probabilities. The two-phase port has that of the logits, where a model with
+    larger logits always wins; the joint port has the maximum probability, which nearly always picks the same model.
+  - The joint losses are means over all U images; the two-phase ones over the kept and over the agreeing images.
+  - Strong views are the protocol's; a port ascribes RandAugment with 1 operation of magnitude 10 to the paper.
+  - Phase 1 is that of fedavg.py; phase 2 has --unlabelled-epochs and a fresh momentum.
+  - Changes of batch-norm statistics are not added, which could make a variance negative: the statistics are the two
+    phases' mean, weighted by steps. So labelled weak and unlabelled strong views both count, as in the joint variant.
+  - An image counts as kept, in r, if it was kept when phase 2 last saw it; labelled images are in the pool as well.
+  - ICPL as a plug-in keeps its own rules: class sets by the frozen global model, confidence of either model.
+Two-phase adds two whole changes: it moves about twice as far in a round as the other methods do.
+Left out: the shared momentum, mixed statistics and 2,000-fold weights of the official protocol (flags of proxyfl.py).
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from tqdm import tqdm
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))            # common.py: here or one folder up
+import common
+
+# Values that depend on the data set; they fill flags that were not given. Paper: ProxyFL, Sec. 6.1, official train.sh.
+PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu=2, lr=0.1, width=64, image_size=32,
+             flip=True)
+PRESETS = {
+    "cifar10": PAPER | dict(rounds=300, gpt_epochs=100),
+    "cifar100": PAPER | dict(rounds=500, gpt_epochs=10),
+    "svhn": PAPER | dict(rounds=150, gpt_epochs=100, flip=False),          # no mirrored digits
+    "cinic10": PAPER | dict(rounds=400, gpt_epochs=100),
+    "fashionmnist": PAPER | dict(rounds=150, gpt_epochs=100),              # not in the paper
+    "folder": PAPER | dict(rounds=300, gpt_epochs=100),                    # not in the paper
+    "digits": PAPER | dict(rounds=30, gpt_epochs=100, batch_size=16, width=16, image_size=8, flip=False),  # ours: quick
+}
+LOSSES = "loss_sup", "loss_unsup", "loss_agree", "loss_icpl"
+METRICS = ("steps", "sup_steps", *LOSSES, "images", "used", "correct", "used_correct")
+
+
+def parse_args(argv=None):
+    parser = shared_parser("fedlabel.py", __doc__.split("\n\n")[0], PRESETS)
+    number, switch = common.number, argparse.BooleanOptionalAction
+    ssl = parser.add_argument_group("FedLabel")
+    ssl.add_argument("--two-phase", action=switch, default=False,
+                     help="labelled steps, then unlabelled ones from the broadcast model again [off: joint steps]")
+    ssl.add_argument("--unlabelled-epochs", type=number(int, 0), default=None,
+                     help="two-phase: local epochs of phase 2; 0: FedAvg's update [--local-epochs]")
+    ssl.add_argument("--expertise", choices=("variance", "logit-variance", "maximum"), default="variance",
+                     help="of the probabilities: variance or maximum; or the variance of the logits [variance, ours]")
+    ssl.add_argument("--mu", type=number(int, 1), default=None, help="U = mu * B unlabelled images [preset, paper 2]")
+    ssl.add_argument("--conf-threshold", "--tau", type=number(float, 0, 2), default=0.95,
+                     help="0: every image counts; above 1 none does [0.95, both ports]")
+    ssl.add_argument("--lambda-u", type=number(float, 0), default=1.0,
+                     help="weight of the unlabelled losses [1, SAGE's code]")
+    ssl.add_argument("--lambda-agree", type=number(float, 0), default=1.0,
+                     help="weight, within them, of the pull to the other model's distribution [1, SAGE's options]")
+    plug_in_flags(parser)
+    args = settle(parser, parser.parse_args(argv), PRESETS)
+    if args.two_phase and (args.gpt or args.icpl):
+        parser.error(f"--two-phase goes without {'--gpt' if args.gpt else '--icpl'}: the plug-in is for joint steps")
+    if args.unlabelled_epochs is not None and not args.two_phase:
+        parser.error(f"--unlabelled-epochs {args.unlabelled_epochs} belongs to --two-phase")
+    if args.unlabelled_epochs is None and args.two_phase:
+        args.unlabelled_epochs = args.local_epochs
+    return args
+
+
+# Copied from baselines/fixmatch.py: plug_in_flags
+def plug_in_flags(parser):
+    """ProxyFL's two modules, added to another method."""
+    number, switch = common.number, common.argparse.BooleanOptionalAction
+    plug_in = parser.add_argument_group("ProxyFL's modules (its Table 9), as released")
+    plug_in.add_argument("--gpt", action=switch, default=False, help="global proxy tuning on the server [off]")
+    plug_in.add_argument("--gpt-epochs", type=number(int, 0), default=None,
+                         help="passes over the uploaded proxies [preset, paper 100 or 10]")
+    plug_in.add_argument("--gpt-lr", type=number(float, 0), default=0.005, help="[0.005, ProxyFL, Sec. 6.1]")
+    plug_in.add_argument("--icpl", action=switch, default=False,
+                         help="indecisive-categories proxy learning on the clients [off]")
+    plug_in.add_argument("--lambda-icpl", type=number(float, 0), default=1.0, help="weight of its loss [1, code]")
+    return plug_in
+
+
+# Copied from baselines/fedavg.py: shared_parser
+def shared_parser(prog, description, presets):
+    """The flags that all semi-supervised scripts share: run, data, federation, optimiser."""
+    values = "; ".join(f"{name}: " + ", ".join(f"{key} {value}" for key, value in preset.items())
+                       for name, preset in presets.items())
+    parser = common.Parser(prog=prog, description=description,
+                           epilog=f"In brackets: the default and its source. [preset] goes by data set: {values}.")
+    number, switch = common.number, common.argparse.BooleanOptionalAction
+    run = parser.add_argument_group("run")
+    run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
+                     help="drives everything random but the split [1]")
+    run.add_argument("--split-seed", type=number(int, 0, 2**31 - 8), default=0,
+                     help="which images are labelled and who owns them; 0 is the official split [0]")
+    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
+    run.add_argument("--amp", action=switch, default=None, help="bfloat16 autocast, losses in float32 [on for CUDA]")
+    run.add_argument("--compile", action=switch, default=False, help="torch.compile the network [off]")
+    run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
+    run.add_argument("--run-name", default=None, help="the run folder [<script>_<dataset>_a<alpha>_s<seed>]")
+    run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
+    run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", type=lambda text: common.dataset_name(text, presets), default="digits",
+                      help=", ".join(presets) + " [digits]")
+    data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
+    data.add_argument("--train-subset", type=number(int, 1), default=None,
+                      help="class-balanced subset of N training images, for quick runs [all]")
+    data.add_argument("--image-size", type=number(int, 8, 1024), default=None,
+                      help="side in pixels, a multiple of 4 [preset, paper 32]")
+    data.add_argument("--flip", action=switch, default=None, help="mirror images at random [preset]")
+    fed = parser.add_argument_group("federation")
+    fed.add_argument("--alpha", type=common.concentration, default=0.1,
+                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1; paper 0.1, 0.5, 1]")
+    fed.add_argument("--partition", choices=("official", "dirichlet"), default="official",
+                     help="the published protocol of ProxyFL and SAGE, or a textbook draw over all clients [official]")
+    fed.add_argument("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1,
+                     help="labelled share of each class; of 4,600 a class for SVHN, as the code [0.1; Table 6: 0.2]")
+    fed.add_argument("--clients", type=number(int, 1), default=None, help="K [preset, paper 20]")
+    fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
+    fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
+    fed.add_argument("--local-epochs", type=number(int, 1), default=None,
+                     help="of floor(images of the client / batch size) steps each [preset, paper 5]")
+    opt = parser.add_argument_group("optimiser (SGD, no schedule, fresh for each client and round)")
+    opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
+    opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")
+    opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, official train.sh]")
+    opt.add_argument("--weight-decay", type=number(float, 0), default=1e-4, help="[1e-4, official train.sh]")
+    opt.add_argument("--width", type=number(int, 8), default=None,
+                     help="channels of ResNet-8's first stage; below 8 oneDNN's channels-last kernels break memory on "
+                          "CPUs without AVX-512 (torch 2.14.1) [preset, paper 64]")
+    return parser
+
+
+# Copied from baselines/fedavg.py: settle
+def settle(parser, args, presets):
+    """Fill flags that were not given, refuse what contradicts itself."""
+    if args.clients_per_round is None and args.clients is not None:
+        args.clients_per_round = min(args.clients, presets[args.dataset]["clients_per_round"])
+    for name, value in presets[args.dataset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.run_name = args.run_name or f"{Path(parser.prog).stem}_{args.dataset}_a{args.alpha:g}_s{args.seed}"
+    if args.clients_per_round > args.clients:
+        parser.error(f"--clients-per-round {args.clients_per_round} is more than --clients {args.clients}")
+    if args.image_size % 4:
+        parser.error(f"--image-size {args.image_size} is not a multiple of 4")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Model
+# ---------------------------------------------------------------------------------------------------------------
+
+# Copied from baselines/fedavg.py: Block
+class Block(nn.Module):
+    """Two 3x3 convolutions with batch norm; the shortcut is a 1x1 convolution where the shape changes."""
+
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.downsample = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x):
+        out = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        out = self.bn2(self.conv2(out))
+        return F.relu(out + (x if self.downsample is None else self.downsample(x)), inplace=True)
+
+
+# Copied from proxyfl.py: ResNet8
+class ResNet8(nn.Module):
+    """ResNet-8 of the 6n+2 family (width 64: 1,227,594 parameters with 10 classes), names as in the official code.
+
+    heads: the official code's two projections, used by ICPL alone. Returns features (n, 4 * width), logits (n, C).
+    """
+
+    def __init__(self, classes, width=64, heads=False):
+        super().__init__()
+        features = 4 * width
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.layer1 = nn.Sequential(Block(width, width, 1))
+        self.layer2 = nn.Sequential(Block(width, 2 * width, 2))
+        self.layer3 = nn.Sequential(Block(2 * width, features, 2))
+        self.classifier = nn.Linear(features, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.normal_(module.weight, 0, math.sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels)))
+        if heads:                                   # last: a seed gives the same network with and without them
+            self.feat_proj = nn.Linear(features, features)
+            self.proxy_proj = nn.Linear(features, features, bias=False)
+
+    def forward(self, x):
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        features = self.layer3(self.layer2(self.layer1(x))).mean((2, 3))
+        return features, self.classifier(features)
+
+
+# Copied from baselines/fedavg.py: forward
+def forward(net, views, amp):
+    """Features (n, D) and logits (n, C) in float32, computed in bfloat16 where amp is on."""
+    with torch.autocast(views.device.type, torch.bfloat16, enabled=amp):
+        features, logits = net(views)
+    return features.float(), logits.float()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The papers' maths
+# ---------------------------------------------------------------------------------------------------------------
+
+def expertise(logits, kind):
+    """h: how expert a model looks on each image, (U,); logits (U, C)."""
+    if kind == "maximum":
+        return logits.softmax(1).amax(1)
+    values = logits if kind == "logit-variance" else logits.softmax(1)
+    return values.var(1, correction=min(1, logits.shape[1] - 1))           # unbiased: 1/C for a one-hot prediction
+
+
+def choose_expert(local_logits, global_logits, conf_threshold, kind):
+    """Who labels each image; logits (U, C). A Choice."""
+    local_h, global_h = expertise(local_logits, kind), expertise(global_logits, kind)
+    take_global = global_h > local_h                                       # (U,) bool; a tie goes to the local model
+    local_prob, global_prob = local_logits.softmax(1), global_logits.softmax(1)
+    confidence, label = torch.where(take_global[:, None], global_prob, local_prob).max(1)
+    other = torch.where(take_global[:, None], local_prob, global_prob)
+    used = confidence >= conf_threshold                                    # at the threshold: used
+    smaller, larger = torch.minimum(local_h, global_h), torch.maximum(local_h, global_h)
+    ratio = torch.where(larger > 0, smaller / larger, 1)                   # 0 / 0: equally expert
+    return Choice(label, used, other, used & (other.argmax(1) == label), ratio)
+
+
+def fedlabel_losses(strong_logits, choice, over_kept=False):
+    """Cross-entropy to the expert's class where it is confident, KL divergence from the other where both agree.
+
+    strong_logits (U, C). Both divided by all U images or, over_kept, by those that count; none gives exactly 0.
+    """
+    entropy = F.cross_entropy(strong_logits, choice.label, reduction="none")
+    divergence = F.kl_div(strong_logits.log_softmax(1), choice.other, reduction="none").sum(1)     # 0 log 0 = 0
+
+    def mean(values, mask):
+        return (values * mask).sum() / (mask.sum().clamp(min=1) if over_kept else len(mask))
+
+    return mean(entropy, choice.used), mean(choice.ratio * divergence, choice.agree)
+
+
+def add_changes(start, first, second, share):
+    """w + (w_L - w) + (w_U - w) of three state dicts; batch-norm statistics: second's by `share`, first's by the rest.
+
+    Steps counted by batch norm add up as well. Without a second change the result is exactly `first`.
+    """
+    return {name: torch.lerp(value, second[name], share) if "running_" in name else
+            value + (second[name] - start[name]) for name, value in first.items()}
+
+
+# Copied from baselines/fedavg.py: average
+def average(states, weights):
+    """FedAvg: the weighted mean of state dicts, batch-norm statistics included; weights (M,) are scaled to sum to 1.
+
+    Integer entries (batch-norm counters) are the first client's.
+    """
+    weights = (weights / weights.sum()).tolist()
+    mean = {}
+    for name, first in states[0].items():
+        mean[name] = first.clone()
+        if first.is_floating_point():
+            mean[name] = sum(weight * state[name] for weight, state in zip(weights, states))
+    return mean
+
+
+# Copied from baselines/fixmatch.py: icpl_loss
+def icpl_loss(net, features, global_prob, local_prob, class_prior, conf_threshold):
+    """ProxyFL's contrastive loss, a plug-in: Eqs. 4 and 6 to 8 as released.
+
+    features (N, D) of labelled, weak and strong views; global_prob (B + U, C) of labelled and weak views, local_prob
+    (U, C) of weak ones; class_prior (C,). Returns the loss and which images are confident, (U,) bool.
+    """
+    n_unl = len(local_prob)
+    n_lab, classes = len(global_prob) - n_unl, len(class_prior)
+    confident = global_prob.amax(1) >= conf_threshold                      # (B + U,); unlabelled: or local
+    confident = torch.cat([confident[:n_lab], confident[n_lab:] | (local_prob.amax(1) >= conf_threshold)])
+    # Eq. 4: the class of a confident image, else all classes above the prior; never none.
+    top1 = F.one_hot(global_prob.argmax(1), classes).bool()
+    candidate = global_prob > class_prior                                  # (B + U, C)
+    candidate = torch.where(confident[:, None] | ~candidate.any(1, keepdim=True), top1, candidate)
+    # Projected and scaled to unit length; the classifier's rows are the proxies.
+    features, proxy = F.normalize(net.feat_proj(features)), F.normalize(net.proxy_proj(net.classifier.weight))
+    # Eq. 6: the proxy of a confident class, or those of the candidates weighted by global probability.
+    weights = global_prob[n_lab:].masked_fill(confident[n_lab:, None], 1) * candidate[n_lab:]
+    positive = (weights @ proxy).repeat(2, 1)                              # (2U, D): both views of an image share it
+    # Eq. 7: negatives share no class with the anchor; the code wants their similarity above 1e-6.
+    sets = torch.cat([candidate, candidate[n_lab:]]).to(features.dtype)    # (N, C)
+    anchor = features[n_lab:]                                              # (2U, D): labelled rows are negatives alone
+    similarity = anchor @ features.T
+    similarity = similarity.masked_fill((sets[n_lab:] @ sets.T > 0) | (similarity <= 1e-6), -math.inf)
+    # Eq. 8: no temperature; an anchor without a negative has loss 0.
+    to_positive = (anchor * positive).sum(1, keepdim=True)                 # (2U, 1)
+    loss = torch.cat([to_positive, similarity], 1).logsumexp(1) - to_positive[:, 0]
+    return loss.mean(), confident[n_lab:]
+
+
+# Copied from baselines/fixmatch.py: tune_global_proxy
+def tune_global_proxy(global_proxy, proxy, epochs, lr, rng, batch_size=4, margin_cap=100.0):
+    """ProxyFL's global proxy tuning, a plug-in: gradient steps on Eq. 2 as released, from the averaged proxies (C, D).
+
+    proxy (M, C, D): each uploaded proxy is to be nearer to the global proxy of its class, by a margin, than to others.
+    """
+    clients, classes, width = proxy.shape
+    exact = "donot_use_mm_for_euclid_dist"                                 # close proxies must not cancel
+    rows, target = proxy.reshape(-1, width), torch.arange(classes, device=proxy.device).repeat(clients)
+    margin = torch.cdist(global_proxy, global_proxy, compute_mode=exact).fill_diagonal_(math.inf).amin(1).amax()
+    margin = margin.clamp(max=margin_cap) if classes > 1 else 0.0          # largest distance to the nearest other proxy
+    tuned = global_proxy.clone().requires_grad_()
+    for _ in range(epochs):
+        order = common.to_device(rng.permutation(len(rows)), proxy.device)
+        for index in order.split(batch_size):
+            distance = torch.cdist(rows[index], tuned, compute_mode=exact)           # (batch, C)
+            distance = distance + margin * F.one_hot(target[index], classes)
+            gradient, = torch.autograd.grad(F.cross_entropy(-distance, target[index]), tuned)
+            tuned.data.sub_(gradient, alpha=lr)
+    return tuned.detach()
+
+
+# Copied from baselines/fixmatch.py: update_prior
+def update_prior(class_prior, class_count, momentum=0.99):
+    """ProxyFL, Eq. 5, as released: the class prior (C,) follows the pooled class counts (M, C), smoothed."""
+    pooled = class_count.sum(0).cpu().double()
+    if not pooled.sum():                                                   # nobody counted anything: keep the prior
+        return class_prior
+    return momentum * class_prior + (1 - momentum) * pooled / pooled.sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Client, server, evaluation
+# ---------------------------------------------------------------------------------------------------------------
+
+# Copied from baselines/fixmatch.py: Broadcast
+class Broadcast(NamedTuple):            # what the server sends to each client of a round
+    state: dict                         # the global model: parameters and batch-norm buffers
+    class_prior: torch.Tensor           # (C,) float64 on the CPU; sent, as float32, with ICPL alone
+
+
+# Copied from baselines/fedavg.py: FederatedData
+class FederatedData(NamedTuple):        # all clients' data; a client reads its own part
+    images: torch.Tensor                # (n, 3, S, S) uint8 on the device
+    labels: torch.Tensor                # (n,) true labels; those of unlabelled images reach the log alone
+    labelled: list                      # one index array a client
+    unlabelled: list
+    stats: tuple                        # mean and deviation of each channel of the training images, in 0..1
+
+    def pool(self, client):
+        """Indices of the images that the client uses without labels: its labelled ones come last."""
+        return np.concatenate([self.unlabelled[client], self.labelled[client]])
+
+
+# Differs from baselines/fixmatch.py: Upload, whose weight is always the number of images
+class Upload(NamedTuple):               # what client m sends back
+    state: dict                         # its model; two-phase: the broadcast model and both changes
+    class_count: torch.Tensor           # (C,) labelled and confident images of the last epoch; sent with ICPL alone
+    weight: torch.Tensor                # its images; two-phase: r, labelled and kept images, sent; 0 has no say
+    metrics: torch.Tensor               # sums of METRICS over its steps; for the log alone, no part of the method
+
+
+class Choice(NamedTuple):               # who labels the images of a step, all without gradient
+    label: torch.Tensor                 # (U,) the expert's class
+    used: torch.Tensor                  # (U,) bool: the expert is confident
+    other: torch.Tensor                 # (U, C) probabilities of the other model
+    agree: torch.Tensor                 # (U,) bool: used, and the other model names the same class
+    ratio: torch.Tensor                 # (U,) expertise of the other model by that of the expert, in [0, 1]
+
+
+# Copied from baselines/fixmatch.py: Batch
+class Batch(NamedTuple):                # one local step's images
+    views: torch.Tensor                 # (B + 2U, 3, S, S) normalised: labelled, weak, strong
+    label: torch.Tensor                 # (B,)
+    place: torch.Tensor                 # (U,) places of the unlabelled images in the client's pool
+    truth: torch.Tensor                 # (U,) true labels of the unlabelled images, for the log alone
+    hidden: torch.Tensor                # (U,) bool: the client does not own that label
+
+
+# Copied from baselines/fixmatch.py: client_update
+def client_update(args, rnd, client, data, received, net, teacher, optimizer):
+    """Local training of one client from the broadcast model. Returns its Upload.
+
+    net and teacher are this process's two networks: both are loaded with the broadcast state, net is trained.
+    """
+    device, classes = data.images.device, len(received.class_prior)
+    class_prior = common.to_device(received.class_prior.float().numpy(), device)
+    net.load_state_dict(received.state)
+    teacher.load_state_dict(received.state)                                # copies: the teacher stays as it is
+    net.train()
+    teacher.eval()
+    optimizer.state.clear()
+    class_count, metrics = torch.zeros(classes, device=device), torch.zeros(len(METRICS), device=device)
+    for epoch, batch in local_batches(args, data, client, common.stream(args.seed, "client", rnd, client)):
+        loss, counts, values = local_loss(args, net, teacher, batch.views, batch.label, class_prior)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if epoch == args.local_epochs - 1:
+            class_count += counts
+        metrics += step_metrics(values, batch)
+    return Upload({name: value.detach().clone() for name, value in net.state_dict().items()}, class_count,
+                  torch.tensor(float(len(data.pool(client))), dtype=torch.float64), metrics)
+
+
+def two_phase_update(args, rnd, client, data, received, net, teacher, local_teacher, optimizer):
+    """Both phases of one client from the broadcast model. Returns its Upload.
+
+    net, teacher and local_teacher are this process's networks; the teachers hold w and w_L and are not trained.
+    """
+    device, labelled, size = data.images.device, len(data.labelled[client]), len(data.pool(client))
+    rng = common.stream(args.seed, "client", rnd, client)
+    metrics, kept = torch.zeros(len(METRICS), device=device), torch.zeros(size, dtype=torch.bool, device=device)
+    net.load_state_dict(received.state)
+    net.train()
+    optimizer.state.clear()
+    for views, label in labelled_batches(args, data, client, rng):         # phase 1: FedAvg's
+        loss = F.cross_entropy(forward(net, views, args.amp)[1], label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        metrics[1:3] += torch.stack([torch.ones_like(loss), loss]).detach()                # "sup_steps", "loss_sup"
+    teacher.load_state_dict(received.state)
+    local_teacher.load_state_dict(net.state_dict())                        # copies: the teachers stay as they are
+    teacher.eval()
+    local_teacher.eval()
+
+    net.load_state_dict(received.state)                                    # phase 2: from w again
+    optimizer.state.clear()
+    for _, batch in unlabelled_batches(args, data, client, rng):
+        weak, strong = batch.views.chunk(2)
+        with torch.no_grad():
+            local_logits, global_logits = (forward(model, weak, args.amp)[1] for model in (local_teacher, teacher))
+        choice = choose_expert(local_logits, global_logits, args.conf_threshold, args.expertise)
+        loss_unsup, loss_agree = fedlabel_losses(forward(net, strong, args.amp)[1], choice, over_kept=True)
+        optimizer.zero_grad()
+        (args.lambda_u * (loss_unsup + args.lambda_agree * loss_agree)).backward()
+        optimizer.step()
+        kept[batch.place] = choice.used
+        zero = torch.zeros_like(loss_unsup)
+        metrics += step_metrics(dict(loss_sup=zero, loss_unsup=loss_unsup, loss_agree=loss_agree, loss_icpl=zero,
+                                     pseudo_label=choice.label, used=choice.used), batch)
+
+    epochs = args.local_epochs if labelled else 0                          # epochs of both phases have equal steps
+    share = args.unlabelled_epochs / max(1, epochs + args.unlabelled_epochs)
+    state = add_changes(received.state, local_teacher.state_dict(), net.state_dict(), share)
+    return Upload(state, torch.zeros_like(received.class_prior, dtype=torch.float32, device=device),
+                  labelled + kept.sum().cpu().double(), metrics)
+
+
+# Copied from baselines/fedavg.py: local_batches with local_batches->labelled_batches
+def labelled_batches(args, data, client, rng):
+    """The labelled batches of all local epochs: views (B, 3, S, S), labels (B,); none for a client without labels."""
+    labelled, device = data.labelled[client], data.images.device
+    steps = max(1, len(data.pool(client)) // args.batch_size)              # equally many in every method
+    for _ in range(args.local_epochs if len(labelled) else 0):
+        # All random numbers of an epoch are drawn on the host and cross over at once; no step waits for the device.
+        index = common.to_device(rng.choice(labelled, (steps, args.batch_size)), device)
+        draws = common.to_device(rng.random((steps, args.batch_size, common.WEAK_DRAWS), dtype=np.float32), device)
+        for chosen, draw in zip(index, draws):
+            views = common.weak_view(data.images[chosen], draw, args.flip)
+            yield common.normalise(views, *data.stats), data.labels[chosen]
+
+
+
+def unlabelled_batches(args, data, client, rng):
+    """The batches of phase 2 as (epoch, Batch): those of local_batches without labelled rows."""
+    pool = data.pool(client)
+    hide = data._replace(labelled={client: pool[:0]}, unlabelled={client: pool})
+    for epoch, batch in local_batches(argparse.Namespace(**vars(args) | {"local_epochs": args.unlabelled_epochs}),
+                                      hide, client, rng):
+        yield epoch, batch._replace(hidden=batch.place < len(pool) - len(data.labelled[client]))
+
+
+# Copied from baselines/fixmatch.py: local_batches
+def local_batches(args, data, client, rng):
+    """The batches of all local epochs as (epoch, Batch); none for a client without images."""
+    labelled, pool, device = data.labelled[client], data.pool(client), data.images.device
+    steps = max(1, len(pool) // args.batch_size)                           # by the *labelled* batch, as the code does
+    n_lab = args.batch_size if len(labelled) else 0
+    n_unl = min(args.mu * args.batch_size, len(pool))
+    pool_index = common.to_device(pool, device)
+
+    def uniform(*shape):
+        return common.to_device(rng.random(shape, dtype=np.float32), device)
+
+    for epoch in range(args.local_epochs if len(pool) else 0):
+        # All random numbers of an epoch are drawn on the host and cross over at once; no step waits for the device.
+        lab_place = rng.choice(labelled, (steps, n_lab)) if n_lab else np.empty((steps, 0), np.int64)
+        lab_index = common.to_device(lab_place, device)                    # (steps, B)
+        unl_place = common.to_device(passes(len(pool), n_unl, steps, rng), device)
+        unl_index = pool_index[unl_place]                                  # (steps, U)
+        hidden = unl_place < len(pool) - len(labelled)                     # the pool ends with the labelled images
+        lab_draws, weak_draws = uniform(steps, n_lab, common.WEAK_DRAWS), uniform(steps, n_unl, common.WEAK_DRAWS)
+        strong_draws = uniform(steps, n_unl, common.STRONG_DRAWS)
+        for step in range(steps):
+            lab, unl = data.images[lab_index[step]], data.images[unl_index[step]]
+            views = torch.cat([common.weak_view(lab, lab_draws[step], args.flip),
+                               common.weak_view(unl, weak_draws[step], args.flip),
+                               common.strong_view(unl, strong_draws[step], args.flip)])
+            yield epoch, Batch(common.normalise(views, *data.stats), data.labels[lab_index[step]], unl_place[step],
+                               data.labels[unl_index[step]], hidden[step])
+
+
+# Copied from baselines/fixmatch.py: passes
+def passes(size, batch, steps, rng):
+    """Places 0..size-1 in batches (steps, batch): shuffled passes, each without its last partial batch."""
+    per_pass = size // batch
+    return np.concatenate([rng.permutation(size)[:per_pass * batch] for _ in range(math.ceil(steps / per_pass))]
+                          ).reshape(-1, batch)[:steps]
+
+
+# Differs from baselines/fixmatch.py: local_loss, which has one teacher
+def local_loss(args, net, teacher, views, label, class_prior):
+    """The losses of one joint step. views (B + 2U, 3, S, S): labelled, weak, strong; label (B,); class_prior (C,).
+
+    Returns the total, the class counts of the step (C,), and a dict of what step_metrics wants to know.
+    """
+    n_lab, n_unl, classes = len(label), (len(views) - len(label)) // 2, len(class_prior)
+    asked = 0 if args.icpl else n_lab                                      # ICPL wants the labelled rows' sets too
+    features, logits = forward(net, views, args.amp)
+    lab_logits, weak_logits, strong_logits = logits.split([n_lab, n_unl, n_unl])
+    local_logits = weak_logits.detach()                                    # (U, C); no gradient through a teacher
+    with torch.no_grad():
+        all_logits = forward(teacher, views[asked:n_lab + n_unl], args.amp)[1]
+    global_logits = all_logits[n_lab - asked:]
+
+    loss_sup = F.cross_entropy(lab_logits, label) if n_lab else logits.new_zeros(())
+    choice = choose_expert(local_logits, global_logits, args.conf_threshold, args.expertise)
+    loss_unsup, loss_agree = fedlabel_losses(strong_logits, choice)
+    loss = loss_sup + args.lambda_u * (loss_unsup + args.lambda_agree * loss_agree)
+    loss_icpl = logits.new_zeros(())
+    counts = F.one_hot(label, classes).sum(0)
+    if args.icpl:
+        loss_icpl, confident = icpl_loss(net, features, all_logits.softmax(1), local_logits.softmax(1), class_prior,
+                                         args.conf_threshold)
+        loss = loss + args.lambda_icpl * loss_icpl
+        counts = counts + (F.one_hot(global_logits.argmax(1), classes) * confident[:, None]).sum(0)
+    return loss, counts, dict(loss_sup=loss_sup, loss_unsup=loss_unsup, loss_agree=loss_agree, loss_icpl=loss_icpl,
+                              pseudo_label=choice.label, used=choice.used)
+
+
+# Copied from baselines/fixmatch.py: step_metrics
+def step_metrics(values, batch):
+    """The METRICS of one step (len(METRICS),); pseudo-labels of images whose label the client owns do not count."""
+    right, used = (values["pseudo_label"] == batch.truth) & batch.hidden, values["used"] & batch.hidden
+    sums = [torch.ones_like(right[0]), torch.full_like(right[0], len(batch.label) > 0)]
+    sums += [values[name] for name in LOSSES]
+    sums += [part.sum() for part in (batch.hidden, used, right, right & used)]
+    return torch.stack([value.detach().float() for value in sums])
+
+
+# Copied from baselines/fixmatch.py: server_update
+def server_update(args, rnd, received, uploads):
+    """The average of the clients that trained; with the plug-ins, tuned proxies and the next prior."""
+    uploads = [upload for upload in uploads if upload.weight > 0]
+    if not uploads:                                                        # every client of the round is empty
+        return received
+    state = average([upload.state for upload in uploads], torch.stack([upload.weight for upload in uploads]))
+    class_prior = received.class_prior
+    if args.gpt:
+        proxy = torch.stack([upload.state["classifier.weight"] for upload in uploads])      # (M, C, D)
+        state["classifier.weight"] = tune_global_proxy(state["classifier.weight"], proxy, args.gpt_epochs, args.gpt_lr,
+                                                       common.stream(args.seed, "gpt", rnd))
+    if args.icpl:
+        class_prior = update_prior(class_prior, torch.stack([upload.class_count for upload in uploads]))
+    return Broadcast(state, class_prior)
+
+
+# Copied from baselines/fedavg.py: evaluate
+@torch.no_grad()
+def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
+    """Accuracy in % of the model `state` on the test images (n, 3, S, S) uint8, batch norm with running statistics."""
+    net.load_state_dict(state)
+    net.eval()
+    correct = torch.zeros((), dtype=torch.int64, device=images.device)
+    for batch, label in zip(images.split(batch_size), labels.split(batch_size)):
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
+            logits = net(common.normalise(batch, *stats))[1]
+        correct += (logits.argmax(1) == label).sum()
+    return 100 * correct.item() / len(labels)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------------------------------------------
+
+# Copied from baselines/fedavg.py: prepare_data
+def prepare_data(args, device):
+    """Load, split and place the data: FederatedData, test images, test labels, class names, facts for config.json."""
+    source = common.load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
+    labels = source.train_labels.numpy()
+    per_class = np.bincount(labels, minlength=len(source.class_names))
+    if args.dataset == "svhn" and per_class.min() >= 4600:
+        per_class = np.full_like(per_class, 4600)                          # official: "10 %" is 460 of each class
+    per_class = np.maximum(1, np.round(args.label_ratio * per_class).astype(int))
+    parts = common.partition(labels, args.clients, args.alpha, per_class, args.partition, args.split_seed)
+    stats = common.channel_stats(source.train_images)
+    train_images, train_labels, test_images, test_labels = (part.to(device) for part in source[:4])
+    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source)}
+    return FederatedData(train_images, train_labels, *parts, stats), test_images, test_labels, source.class_names, facts
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    ranks = common.Ranks(args.device)
+    device = ranks.device
+    args.amp = device.type == "cuda" if args.amp is None else args.amp
+    run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
+    checkpoint = run.load_checkpoint()
+    data, test_images, test_labels, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, device))
+    classes, labels = len(class_names), data.labels.cpu().numpy()
+    table = common.client_table(class_names, labelled=(labels, data.labelled), unlabelled=(labels, data.unlabelled))
+
+    torch.manual_seed(common.stream(args.seed, "init").integers(2**31))
+    net, *teachers = (ResNet8(classes, args.width, heads=args.icpl).to(device, memory_format=torch.channels_last)
+                      for _ in range(3 if args.two_phase else 2))
+    if args.compile:
+        for model in (net, *teachers):
+            model.compile()
+    local_update = two_phase_update if args.two_phase else client_update
+    optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    state = checkpoint["state"] if checkpoint else net.state_dict()
+    received = Broadcast({name: value.detach().clone().to(device) for name, value in state.items()},
+                         checkpoint["class_prior"] if checkpoint else
+                         torch.full((classes,), 1 / classes, dtype=torch.float64))
+    # One message, either way: the state; with ICPL the prior down and the class counts up. Two-phase: r up.
+    message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())
+    message_bytes += 4 * classes if args.icpl else 0
+    bytes_up = message_bytes + (4 if args.two_phase else 0)
+
+    with run:
+        run.open(device, table, **facts)
+        if ranks.first:
+            print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
+            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
+            print(f"{facts['data_source']}: {len(data.images)} training and {len(test_images)} test images | "
+                  f"{sum(p.numel() for p in net.parameters()):,} parameters")
+            common.print_table(table, class_names, ("labelled", "unlabelled"))
+        start_round = len(run.rows) + 1
+        for rnd in tqdm(range(start_round, args.rounds + 1), initial=start_round - 1, total=args.rounds, unit="round",
+                        disable=None if ranks.first else True):
+            start = time.perf_counter()
+            selected = common.stream(args.seed, "sampling", rnd).choice(args.clients, args.clients_per_round,
+                                                                        replace=False)
+            uploads = ranks.gather([local_update(args, rnd, client, data, received, net, *teachers, optimizer)
+                                    for client in ranks.mine(selected)], len(selected))
+            if ranks.first:
+                received = server_update(args, rnd, received, uploads)
+                accuracy = evaluate(net, received.state, test_images, test_labels, data.stats, args.amp)
+                # Clients without images take no part; others do, also where nothing is labelled or kept and r is 0.
+                empty = sum(len(data.pool(client)) == 0 for client in selected)
+                trained = len(selected) - empty
+                row = round_row(rnd, accuracy, uploads, bytes_up, message_bytes, time.perf_counter() - start,
+                                **({} if args.icpl else {"loss_icpl": None}))
+                row |= dict(clients_trained=trained, clients_empty=empty, bytes_up=bytes_up * trained,
+                            bytes_down=message_bytes * trained)
+                check_finite(row, received)
+                run.save_round(row, received._asdict())
+                tqdm.write(round_line(row, args.rounds))
+            received = ranks.broadcast(received)
+        run.plot({"accuracy (%)": ["test_acc_pct"], "losses": LOSSES,
+                  "pseudo-labels (%)": ["pl_used_pct", "pl_acc_pct", "pl_used_acc_pct"]})
+    if ranks.first:
+        run.print_summary()
+
+
+# Copied from baselines/fixmatch.py: round_row
+def round_row(rnd, accuracy, uploads, bytes_up, bytes_down, seconds, **more):
+    """One row of rounds.csv; None where a value does not exist in this round. Bytes are those of one client.
+
+    more: columns of the method, or other values of those here.
+    """
+    total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()))
+    trained = sum(bool(upload.weight > 0) for upload in uploads)
+
+    def ratio(part, whole, scale=1.0):
+        return scale * total[part] / total[whole] if total[whole] else None
+
+    return {"round": rnd, "test_acc_pct": accuracy,
+            **{name: ratio(name, "sup_steps" if name == "loss_sup" else "steps") for name in LOSSES},
+            "pl_used_pct": ratio("used", "images", 100), "pl_acc_pct": ratio("correct", "images", 100),
+            "pl_used_acc_pct": ratio("used_correct", "used", 100),
+            "clients_trained": trained, "clients_empty": len(uploads) - trained,
+            "bytes_up": bytes_up * trained, "bytes_down": bytes_down * trained, "seconds": seconds, **more}
+
+
+# Copied from baselines/fedavg.py: check_finite
+def check_finite(row, received):
+    """Stop before anything that is not a number is written or sent on."""
+    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    broken += [name for name, value in received.state.items() if not value.isfinite().all()]
+    if broken:
+        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
+
+
+# Copied from baselines/fixmatch.py: round_line
+def round_line(row, rounds):
+    """What the screen shows of a round."""
+    shown = {key: "n/a" if value is None else f"{value:.3g}" for key, value in row.items()}
+    parts = [f"round {row['round']}/{rounds}", f"acc {row['test_acc_pct']:.2f}",
+             " ".join(f"{key} {shown[key]}" for key in LOSSES if row[key] is not None),
+             f"pseudo used {shown['pl_used_pct']}% right {shown['pl_used_acc_pct']}%"]
+    if row["clients_empty"]:
+        parts.append(f"{row['clients_empty']} clients without images skipped")
+    return " | ".join([*parts, f"{row['seconds']:.1f} s"])
+
+
+if __name__ == "__main__":
+    common.launch(main)
