@@ -76,7 +76,7 @@ def parse_args(argv=None):
     method.add_argument("--mu", type=number(int, 1), default=None,
                         help="U = mu * B images of the kept ones [preset, paper 2]")
     method.add_argument("--conf-threshold", "--tau", type=number(float, 0, 2), default=0.95,
-                        help="keep images whose debiased confidence reaches it; above 1 none does [0.95, official code]")
+                        help="keep images whose debiased confidence reaches it; above 1: none [0.95, official code]")
     method.add_argument("--lambda-u", type=number(float, 0), default=1.0,
                         help="weight of the unlabelled loss [1, official code]")
     method.add_argument("--prior-momentum", type=number(float, 0, 1), default=0.5,
@@ -253,7 +253,7 @@ def contracted_weights(priors, iterations=100, decay=0.9, nesterov=0.9):
     return weights
 
 
-def simplex_weights(priors, iterations=2000):
+def simplex_weights(priors, iterations=1000):
     """Aggregation weights (M,) with the least imbalance, from the priors (M, C) in float64: projected gradient.
 
     Accelerated by Nesterov's sequence; it starts from equal weights and stays there if those are best.
