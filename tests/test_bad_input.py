@@ -58,6 +58,21 @@ OWN_OUT_OF_RANGE = {
     },
     "baselines/fedavg.py": {"--prox-mu": ("-1", "nan")},
     "baselines/fixmatch.py": {**PSEUDO_LABELS, **PLUG_IN, "--prox-mu": ("-1", "nan")},
+    "baselines/feddure.py": {
+        **PSEUDO_LABELS,
+        "--warm-up": ("-1", "1.5"),
+        "--coarse-lr": ("-1", "nan"),
+        "--gain-bound": ("-1", "inf"),
+        "--virtual-lr": ("-0.1", "nan"),
+        "--fine-lr": ("-1", "inf"),
+        "--fine-hidden": ("0", "1e3"),
+        "--fine-tune-epochs": ("-1", "0.5"),
+    },
+    "baselines/feddb.py": {
+        **PSEUDO_LABELS,
+        "--prior-momentum": ("-0.1", "1.1", "nan"),
+        "--prior-floor": ("0", "2", "nan"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -132,6 +147,14 @@ OWN_MISTAKES = {
     "baselines/fixmatch.py": [
         (["--teacher", "ema"], ["--teacher", "local", "global"]),
         (["--teacher", "local", "--union-mask"], ["--union-mask", "--teacher local"]),
+    ],
+    "baselines/feddure.py": [
+        (["--variant", "both"], ["--variant", "paper", "official"]),
+        (["--gain", "up"], ["--gain", "old-new", "new-old"]),
+        (["--variant", "paper", "--tau", 0.9], ["--conf-threshold", "--variant paper"]),
+        (["--variant", "paper", "--fine-tune-epochs", 0], ["--fine-tune-epochs", "--variant paper"]),
+        (["--variant", "official", "--virtual-lr", 0.1], ["--virtual-lr", "--variant official"]),
+        (["--variant", "official", "--fine-hidden", 100], ["--fine-hidden", "--variant official"]),
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -280,6 +303,8 @@ CHANGES = [  # of every script
 OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
     "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
+    "baselines/feddure.py": [(["--seed", 2, "--gain", "new-old"], ["--seed 1 -> 2", "--gain old-new -> new-old"])],
+    "baselines/feddb.py": [(["--exact-simplex", "--tau", 0.9], ["--exact-simplex False", "--conf-threshold 0.3"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
