@@ -44,7 +44,7 @@ SCRIPTS = {
     "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase", PLUG_IN]),
     "baselines/fedloke.py": Script(FSSL),
     "baselines/feddure.py": Script(FSSL, ["", "--variant official"]),
-    "baselines/feddb.py": Script(f"{FSSL} --tau 0.3", ["", "--exact-simplex"]),
+    "baselines/feddb.py": Script(f"{FSSL} --tau 0.12", ["", "--exact-simplex"]),
     "baselines/sage.py": Script(FSSL, ["", PLUG_IN]),
     "baselines/fedproto.py": Script(FSSL),
     "fedcopl.py": Script(

@@ -304,7 +304,7 @@ OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
     "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
     "baselines/feddure.py": [(["--seed", 2, "--gain", "new-old"], ["--seed 1 -> 2", "--gain old-new -> new-old"])],
-    "baselines/feddb.py": [(["--exact-simplex", "--tau", 0.9], ["--exact-simplex False", "--conf-threshold 0.3"])],
+    "baselines/feddb.py": [(["--exact-simplex", "--tau", 0.9], ["--exact-simplex False", "--conf-threshold 0.12"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
