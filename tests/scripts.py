@@ -50,7 +50,7 @@ SCRIPTS = {
         f"{FSSL} --warm-up-rounds 1 --entropy-threshold 2", ["", "--first-visit download", "--clip 0 --loke-mu 1"]
     ),
     "baselines/feddure.py": Script(FSSL, ["", "--variant official"]),
-    "baselines/feddb.py": Script(FSSL),
+    "baselines/feddb.py": Script(f"{FSSL} --tau 0.12", ["", "--exact-simplex"]),
     "baselines/sage.py": Script(FSSL, ["", PLUG_IN]),
     "baselines/fedproto.py": Script(FSSL, ["", "--prototypes all --tau 0.3 --lambda-proto 3"]),
     "fedcopl.py": Script(

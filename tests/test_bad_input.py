@@ -84,6 +84,21 @@ OWN_OUT_OF_RANGE = {
         "--unlabelled-epochs": ("-1", "1.5"),
     },
     "baselines/sage.py": {**PSEUDO_LABELS, **PLUG_IN, "--kappa": ("-1", "inf"), "--temperature": ("0", "nan")},
+    "baselines/feddure.py": {
+        **PSEUDO_LABELS,
+        "--warm-up": ("-1", "1.5"),
+        "--coarse-lr": ("-1", "nan"),
+        "--gain-bound": ("-1", "inf"),
+        "--virtual-lr": ("-0.1", "nan"),
+        "--fine-lr": ("-1", "inf"),
+        "--fine-hidden": ("0", "1e3"),
+        "--fine-tune-epochs": ("-1", "0.5"),
+    },
+    "baselines/feddb.py": {
+        **PSEUDO_LABELS,
+        "--prior-momentum": ("-0.1", "1.1", "nan"),
+        "--prior-floor": ("0", "2", "nan"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -171,6 +186,14 @@ OWN_MISTAKES = {
         (["--two-phase", "--gpt"], ["--two-phase", "--gpt"]),
         (["--two-phase", "--icpl"], ["--two-phase", "--icpl"]),
         (["--unlabelled-epochs", 3], ["--unlabelled-epochs 3", "--two-phase"]),
+    ],
+    "baselines/feddure.py": [
+        (["--variant", "both"], ["--variant", "paper", "official"]),
+        (["--gain", "up"], ["--gain", "old-new", "new-old"]),
+        (["--variant", "paper", "--tau", 0.9], ["--conf-threshold", "--variant paper"]),
+        (["--variant", "paper", "--fine-tune-epochs", 0], ["--fine-tune-epochs", "--variant paper"]),
+        (["--variant", "official", "--virtual-lr", 0.1], ["--virtual-lr", "--variant official"]),
+        (["--variant", "official", "--fine-hidden", 100], ["--fine-hidden", "--variant official"]),
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -325,6 +348,8 @@ OWN_CHANGES = {
     "baselines/fedloke.py": [(["--first-visit", "download"], ["--first-visit initial -> download"])],
     "baselines/fedlabel.py": [(["--two-phase"], ["--two-phase False -> True", "--unlabelled-epochs None -> 1"])],
     "baselines/sage.py": [(["--kappa", 0, "--icpl"], ["--kappa 13.8629436", "-> 0.0", "--icpl False -> True"])],
+    "baselines/feddure.py": [(["--seed", 2, "--gain", "new-old"], ["--seed 1 -> 2", "--gain old-new -> new-old"])],
+    "baselines/feddb.py": [(["--exact-simplex", "--tau", 0.9], ["--exact-simplex False", "--conf-threshold 0.12"])],
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
