@@ -516,7 +516,7 @@ def main(argv=None):
 def round_row(rnd, accuracy, uploads, bytes_up, bytes_down, seconds, **more):
     """One row of rounds.csv; None where a value does not exist in this round. Bytes are those of one client.
 
-    more: columns of the method, or other values of those here.
+    more: columns of the method, or other values of the losses.
     """
     total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()))
     trained = sum(bool(upload.weight > 0) for upload in uploads)
