@@ -41,7 +41,7 @@ SCRIPTS = {
     ),
     "baselines/fedavg.py": Script(FSSL, ["", "--prox-mu 0.1", "--labels all"]),
     "baselines/fixmatch.py": Script(FSSL, ["", "--teacher local --prox-mu 0.1", PLUG_IN]),
-    "baselines/flexmatch.py": Script(FSSL, ["", "--no-warm-up --tau 0.5"]),
+    "baselines/flexmatch.py": Script(f"{FSSL} --tau 0.4", ["", "--no-warm-up"]),
     "baselines/fedmatch.py": Script(
         f"{FSSL} --lr 0.1 --lambda-s 1 --helper-interval 1 --conf-threshold 0.2", ["", "--helper-interval 3"]
     ),
