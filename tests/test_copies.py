@@ -1,4 +1,4 @@
-"""Blocks that scripts repeat stay equal to their original, and every script runs with nothing but common.py beside it.
+"""Blocks that scripts repeat stay equal to their original.
 
 A function or class that a method script shares with another one carries a marker in the comment above it:
 
@@ -11,7 +11,6 @@ the block. A bug is fixed in the original; `python tests/test_copies.py --fix` t
 """
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -134,24 +133,6 @@ def fix(root):
 def test_the_scripts_of_this_repository():
     assert "proxyfl.py" in scripts(ROOT) and "common.py" not in scripts(ROOT)
     assert problems(ROOT) == []
-
-
-@pytest.mark.parametrize("name", scripts(ROOT))
-def test_a_script_and_common_in_an_empty_folder_show_their_help(tmp_path, name):
-    for file in (name, "common.py"):
-        shutil.copy(ROOT / file, tmp_path)
-    done = subprocess.run(
-        [sys.executable, Path(name).name, "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": ""},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: {Path(name).name}") and "--seed" in done.stdout
-    left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
-    assert left == {Path(name).name, "common.py"}  # asking for help leaves nothing behind
 
 
 # ---- the checker itself ---------------------------------------------------------------------------------------

@@ -1,22 +1,22 @@
 """The README keeps its promises: its figures come from results/, its flags and DIFF tags exist."""
 
+import csv
+import importlib
 import json
 import re
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from scripts import SCRIPTS
 
-import fedcopl
-import proxyfl
-
-README = (ROOT / "README.md").read_text()
+README, BASELINES = ((ROOT / name).read_text() for name in ("README.md", "baselines/README.md"))
 # A row of a results table: final round, mean of the last ten rounds, number of seeds, folders of the runs.
 PAIR = r"(\d+\.\d\d)(?: ± (\d+\.\d\d))?"
 FIGURE = re.compile(rf"\| {PAIR} \| {PAIR} \| (\d) \| `(results/\S+)`")
 
 
-@pytest.mark.parametrize("final, spread, last10, spread10, seeds, runs", FIGURE.findall(README))
+@pytest.mark.parametrize("final, spread, last10, spread10, seeds, runs", FIGURE.findall(README + BASELINES))
 def test_each_figure_is_the_mean_of_its_runs(final, spread, last10, spread10, seeds, runs):
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in ROOT.glob(runs)]
     assert len(summaries) == int(seeds) and all(summary["finished"] for summary in summaries)
@@ -41,12 +41,12 @@ def test_zero_shot_figures_are_those_of_the_runs_in_the_same_chapter():
 
 
 def test_no_figure_is_still_to_be_filled_in():
-    assert set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b|\bTODO\b|\bXX+\b", README)) == {"OMP_NUM_THREADS"}
+    assert set(re.findall(r"\b[A-Z]{3,}_[A-Z_]+\b|\bTODO\b|\bXX+\b", README + BASELINES)) == {"OMP_NUM_THREADS"}
 
 
 def test_results_name_their_settings_and_no_machine():
     folders = [path.parent for path in ROOT.glob("results/**/summary.json")]
-    assert folders and len(FIGURE.findall(README)) >= 6
+    assert folders and len(FIGURE.findall(README)) >= 6 and len(FIGURE.findall(BASELINES)) >= 18
     for folder in folders:
         text = (folder / "config.json").read_text()
         config = json.loads(text)
@@ -58,16 +58,24 @@ def test_results_name_their_settings_and_no_machine():
 
 
 def section(script):
-    """The README's chapters on one script, and the flags that its --help knows."""
+    """The README's chapters on one script: of a baseline, its own in baselines/README.md."""
+    if script.startswith("baselines/"):
+        chapters = re.split(r"^(?=##)", BASELINES, flags=re.M)
+        return "".join(chapter for chapter in chapters if chapter.startswith(f"### `{script[10:]}`"))
     chapters = re.split(r"^(?=## )", README, flags=re.M)
     name = {"proxyfl.py": "ProxyFL", "fedcopl.py": "FedCoPL"}[script]
     return "".join(chapter for chapter in chapters if re.match(rf"## (Results of )?{name}\n", chapter))
 
 
-@pytest.mark.parametrize("module", [proxyfl, fedcopl], ids=lambda module: module.__name__)
-def test_diff_tags_and_flags_agree_between_script_and_readme(module, capsys):
-    file = ROOT / f"{module.__name__}.py"
-    source, text = file.read_text(), section(file.name)
+def load(script):
+    return importlib.import_module(script.removesuffix(".py").replace("/", "."))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_diff_tags_and_flags_agree_between_script_and_readme(script, capsys):
+    module = load(script)
+    source, text = (ROOT / script).read_text(), section(script)
+    assert text
     with pytest.raises(SystemExit):
         module.parse_args(["--help"])
     flags = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))
@@ -82,3 +90,28 @@ def test_diff_tags_and_flags_agree_between_script_and_readme(module, capsys):
         "--method",
     }  # of torchrun and bench_step.py
     assert in_readme <= flags, in_readme - flags
+
+
+def test_every_row_of_the_paper_has_a_command_that_its_script_takes():
+    chapter = re.search(r"## Every row and its command\n(.*?)\n## ", BASELINES, re.S)[1]
+    commands = re.findall(r"`((?:\.\./)?\w+\.py)((?: --[^`]*)?)`", chapter)
+    used = set()
+    for file, flags in commands:
+        script = file.removeprefix("../") if file.startswith("../") else f"baselines/{file}"
+        load(script).parse_args(flags.split())
+        used.add(script)
+    assert used == set(SCRIPTS) - {"fedcopl.py"} and len(commands) >= 19
+
+
+def test_step_times_and_costs_are_those_of_the_files():
+    with open(ROOT / "results" / "bench_baselines_cpu.csv", newline="") as file:
+        relative = {row["method"]: row["relative"] for row in csv.DictReader(file)}
+    table = dict(re.findall(r"^\| ([^|]+) \| (\d+\.\d\d) \|$", BASELINES, re.M))
+    assert table == {name: f"{float(value):.2f}" for name, value in relative.items()}
+    costs = re.findall(r"`(results/\S+)` \| (\d+) s \| (\d+\.\d) MB \|", BASELINES)
+    assert len(costs) >= 18
+    for runs, seconds, megabytes in costs:
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in ROOT.glob(runs)]
+        assert f"{np.mean([summary['seconds'] for summary in summaries]):.0f}" == seconds
+        sent = [(summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"] for summary in summaries]
+        assert f"{np.mean(sent) / 1e6:.1f}" == megabytes

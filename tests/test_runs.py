@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from scripts import method as find_method
 
 import common
 
+OTHERS = sorted({path.name for path in ROOT.glob("*.py")} - {*SCRIPTS, "common.py"})  # no methods
 VARIANTS = [(name, variant) for name, table in SCRIPTS.items() for variant in table.variants]
 
 
@@ -171,6 +173,24 @@ def test_script_and_common_alone_in_an_empty_folder(method, tmp_path):
     assert folder.name.startswith(f"{name.removesuffix('.py')}_digits_") and folder.name.endswith("_s1")
     assert (folder / "summary.json").exists()
     assert json.loads((folder / "config.json").read_text())["commit"] == "unknown"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_script_and_common_in_an_empty_folder_show_their_help(tmp_path, name):
+    for file in (name, "common.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    done = subprocess.run(
+        [sys.executable, Path(name).name, "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {Path(name).name}") and "--seed" in done.stdout
+    left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
+    assert left == {Path(name).name, "common.py"}  # asking for help leaves nothing behind
 
 
 # ---- two processes, one folder ------------------------------------------------------------------------------------
