@@ -20,11 +20,14 @@ Letters in shapes: B labelled batch, C classes, D features, M clients of the rou
 Components: weighted average `average`; proximal term `proximal_term`; all labels `all_labelled`; the rest is the
 protocol that all baselines share: network `ResNet8`, local epochs `local_batches`, test `evaluate`.
 Not published, chosen here:
-  - A local epoch has floor(pool / batch size) steps, the pool being *all* images of a client: each method takes equally
-    many steps.
+  - A local epoch has floor(pool / batch size) steps, at least one, the pool being *all* images of a client: equally
+    many in every method.
+  - A model weighs by the client's whole pool, as in the other methods, though only labelled images trained it; a client
+    without any takes no part and costs no bytes.
   - Labelled batches are drawn with replacement, as in the semi-supervised code.
   - The factor 1/2 stands inside the proximal term, over trainable parameters alone (as in FedProx and NIID-Bench).
-Left out: the shared momentum, mixed statistics and 2,000-fold weights of the official protocol (flags of proxyfl.py).
+Left out of the official protocol: its shared momentum, mixed statistics and 2,000-fold weights (flags of proxyfl.py),
+its order of clients (RandomState(7); here a stream of --seed). It mirrors SVHN as well: --flip.
 """
 
 import math
@@ -107,7 +110,7 @@ def shared_parser(prog, description, presets):
     fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
     fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
     fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="of floor(images of the client / batch size) steps each [preset, paper 5]")
+                     help="of floor(images of the client / batch size) steps each, at least one [preset, paper 5]")
     opt = parser.add_argument_group("optimiser (SGD, no schedule, fresh for each client and round)")
     opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
     opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")
@@ -397,8 +400,8 @@ def check_finite(row, received):
 
 def round_line(row, rounds):
     """What the screen shows of a round."""
-    parts = [f"round {row['round']}/{rounds}", f"acc {row['test_acc_pct']:.2f}",
-             " ".join(f"{key} {row[key]:.3g}" for key in LOSSES if row[key] is not None)]
+    parts = [f"round {row['round']}/{rounds}", f"acc {row['test_acc_pct']:.2f}"]
+    parts += [f"{key} {row[key]:.3g}" for key in LOSSES if row[key] is not None]
     if row["clients_empty"]:
         parts.append(f"{row['clients_empty']} clients that cannot train skipped")
     return " | ".join([*parts, f"{row['seconds']:.1f} s"])

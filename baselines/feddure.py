@@ -158,7 +158,7 @@ def shared_parser(prog, description, presets):
     fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
     fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
     fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="of floor(images of the client / batch size) steps each [preset, paper 5]")
+                     help="of floor(images of the client / batch size) steps each, at least one [preset, paper 5]")
     opt = parser.add_argument_group("optimiser (SGD, no schedule, fresh for each client and round)")
     opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
     opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")

@@ -42,7 +42,8 @@ Not published, chosen here:
   - An image counts as kept, in r, if it was kept when phase 2 last saw it; labelled images are in the pool as well.
   - ICPL as a plug-in keeps its own rules: class sets by the frozen global model, confidence of either model.
 Two-phase adds two whole changes: it moves about twice as far in a round as the other methods do.
-Left out: the shared momentum, mixed statistics and 2,000-fold weights of the official protocol (flags of proxyfl.py).
+Left out of the official protocol: its shared momentum, mixed statistics and 2,000-fold weights (flags of proxyfl.py),
+its order of clients (RandomState(7); here a stream of --seed). It mirrors SVHN as well: --flip.
 """
 
 import argparse
@@ -112,11 +113,13 @@ def plug_in_flags(parser):
     plug_in = parser.add_argument_group("ProxyFL's modules (its Table 9), as released")
     plug_in.add_argument("--gpt", action=switch, default=False, help="global proxy tuning on the server [off]")
     plug_in.add_argument("--gpt-epochs", type=number(int, 0), default=None,
-                         help="passes over the uploaded proxies [preset, paper 100 or 10]")
-    plug_in.add_argument("--gpt-lr", type=number(float, 0), default=0.005, help="[0.005, ProxyFL, Sec. 6.1]")
+                         help="with --gpt: passes over the uploaded proxies [preset, paper 100 or 10]")
+    plug_in.add_argument("--gpt-lr", type=number(float, 0), default=0.005,
+                         help="with --gpt [0.005, ProxyFL, Sec. 6.1]")
     plug_in.add_argument("--icpl", action=switch, default=False,
                          help="indecisive-categories proxy learning on the clients [off]")
-    plug_in.add_argument("--lambda-icpl", type=number(float, 0), default=1.0, help="weight of its loss [1, code]")
+    plug_in.add_argument("--lambda-icpl", type=number(float, 0), default=1.0,
+                         help="with --icpl: weight of its loss [1, code]")
     return plug_in
 
 
@@ -160,7 +163,7 @@ def shared_parser(prog, description, presets):
     fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
     fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
     fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="of floor(images of the client / batch size) steps each [preset, paper 5]")
+                     help="of floor(images of the client / batch size) steps each, at least one [preset, paper 5]")
     opt = parser.add_argument_group("optimiser (SGD, no schedule, fresh for each client and round)")
     opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
     opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")
@@ -291,7 +294,7 @@ def fedlabel_losses(strong_logits, choice, over_kept=False):
 def add_changes(start, first, second, share):
     """w + (w_L - w) + (w_U - w) of three state dicts; batch-norm statistics: second's by `share`, first's by the rest.
 
-    Steps counted by batch norm add up as well. Without a second change the result is exactly `first`.
+    Steps counted by batch norm add up as well. Without a second change, and share 0, the result is exactly `first`.
     """
     return {name: torch.lerp(value, second[name], share) if "running_" in name else
             value + (second[name] - start[name]) for name, value in first.items()}
@@ -454,7 +457,7 @@ def two_phase_update(args, rnd, client, data, received, net, teacher, local_teac
     net, teacher and local_teacher are this process's networks; the teachers hold w and w_L and are not trained.
     """
     device, labelled, size = data.images.device, len(data.labelled[client]), len(data.pool(client))
-    rng = common.stream(args.seed, "client", rnd, client)
+    rng, at = common.stream(args.seed, "client", rnd, client), METRICS.index("sup_steps")          # loss_sup follows
     metrics, kept = torch.zeros(len(METRICS), device=device), torch.zeros(size, dtype=torch.bool, device=device)
     net.load_state_dict(received.state)
     net.train()
@@ -464,7 +467,7 @@ def two_phase_update(args, rnd, client, data, received, net, teacher, local_teac
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        metrics[1:3] += torch.stack([torch.ones_like(loss), loss]).detach()                # "sup_steps", "loss_sup"
+        metrics[at:at + 2] += torch.stack([torch.ones_like(loss), loss]).detach()
     teacher.load_state_dict(received.state)
     local_teacher.load_state_dict(net.state_dict())                        # copies: the teachers stay as they are
     teacher.eval()
@@ -511,9 +514,9 @@ def labelled_batches(args, data, client, rng):
 def unlabelled_batches(args, data, client, rng):
     """The batches of phase 2 as (epoch, Batch): those of local_batches without labelled rows."""
     pool = data.pool(client)
-    hide = data._replace(labelled={client: pool[:0]}, unlabelled={client: pool})
-    for epoch, batch in local_batches(argparse.Namespace(**vars(args) | {"local_epochs": args.unlabelled_epochs}),
-                                      hide, client, rng):
+    hide = data._replace(labelled={client: pool[:0]}, unlabelled={client: pool})       # no other client is looked up
+    phase_2 = argparse.Namespace(**vars(args) | {"local_epochs": args.unlabelled_epochs})
+    for epoch, batch in local_batches(phase_2, hide, client, rng):
         yield epoch, batch._replace(hidden=batch.place < len(pool) - len(data.labelled[client]))
 
 

@@ -32,7 +32,8 @@ Not published, chosen here:
   - Memory and learning status stay with the client from round to round and are never sent: starting anew each round
     would let every image pass in its first step.
   - The memory covers the whole pool, the labelled images without their labels included, as the unlabelled batches do.
-Left out: the shared momentum, mixed statistics and 2,000-fold weights of the official protocol (flags of proxyfl.py).
+Left out of the official protocol: its shared momentum, mixed statistics and 2,000-fold weights (flags of proxyfl.py),
+its order of clients (RandomState(7); here a stream of --seed). It mirrors SVHN as well: --flip.
 """
 
 import math
@@ -121,7 +122,7 @@ def shared_parser(prog, description, presets):
     fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
     fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
     fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="of floor(images of the client / batch size) steps each [preset, paper 5]")
+                     help="of floor(images of the client / batch size) steps each, at least one [preset, paper 5]")
     opt = parser.add_argument_group("optimiser (SGD, no schedule, fresh for each client and round)")
     opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
     opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")

@@ -32,7 +32,8 @@ Worth knowing, as the official code has it:
   - Its option named kappa is never read: the slope is ln 2 / 0.05, so that a gap of 0.05 halves the weight.
 Not published, chosen here:
   - ICPL as a plug-in keeps its own rules: class sets by the frozen global model, confidence of either model.
-Left out: the shared momentum, mixed statistics and 2,000-fold weights of the official protocol (flags of proxyfl.py).
+Left out of the official protocol: its shared momentum, mixed statistics and 2,000-fold weights (flags of proxyfl.py),
+its order of clients (RandomState(7); here a stream of --seed). It mirrors SVHN as well: --flip.
 """
 
 import math
@@ -79,7 +80,8 @@ def parse_args(argv=None):
                      help="the local class weighs exp(-kappa * gap of the confidences); 0: it alone counts where "
                           "confident; large: it never does [ln 2 / 0.05 = 13.863, fixed in SAGE's code]")
     ssl.add_argument("--temperature", type=number(float, 0.01, 100), default=1.0,
-                     help="divides the logits of weak views, of both models [1, SAGE's options]")
+                     help="divides the logits of both models where they label; with --icpl also in its class sets "
+                          "[1, SAGE's options]")
     plug_in_flags(parser)
     return settle(parser, parser.parse_args(argv), PRESETS)
 
@@ -91,11 +93,13 @@ def plug_in_flags(parser):
     plug_in = parser.add_argument_group("ProxyFL's modules (its Table 9), as released")
     plug_in.add_argument("--gpt", action=switch, default=False, help="global proxy tuning on the server [off]")
     plug_in.add_argument("--gpt-epochs", type=number(int, 0), default=None,
-                         help="passes over the uploaded proxies [preset, paper 100 or 10]")
-    plug_in.add_argument("--gpt-lr", type=number(float, 0), default=0.005, help="[0.005, ProxyFL, Sec. 6.1]")
+                         help="with --gpt: passes over the uploaded proxies [preset, paper 100 or 10]")
+    plug_in.add_argument("--gpt-lr", type=number(float, 0), default=0.005,
+                         help="with --gpt [0.005, ProxyFL, Sec. 6.1]")
     plug_in.add_argument("--icpl", action=switch, default=False,
                          help="indecisive-categories proxy learning on the clients [off]")
-    plug_in.add_argument("--lambda-icpl", type=number(float, 0), default=1.0, help="weight of its loss [1, code]")
+    plug_in.add_argument("--lambda-icpl", type=number(float, 0), default=1.0,
+                         help="with --icpl: weight of its loss [1, code]")
     return plug_in
 
 
@@ -139,7 +143,7 @@ def shared_parser(prog, description, presets):
     fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
     fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
     fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="of floor(images of the client / batch size) steps each [preset, paper 5]")
+                     help="of floor(images of the client / batch size) steps each, at least one [preset, paper 5]")
     opt = parser.add_argument_group("optimiser (SGD, no schedule, fresh for each client and round)")
     opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
     opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")

@@ -37,22 +37,23 @@ FSSL = (  # settings that all semi-supervised scripts know
 PLUG_IN = "--gpt --icpl --gpt-epochs 2"
 SCRIPTS = {
     "proxyfl.py": Script(
-        f"{FSSL} --gpt-epochs 2 --batch-size 8", ["", "--variant paper", "--shared-momentum", "--no-icpl --no-gpt"]
+        f"{FSSL} --gpt-epochs 2 --batch-size 8",
+        ["", "--variant paper --conf-threshold 0.3", "--shared-momentum", "--no-icpl --no-gpt --conf-threshold 0.3"],
     ),
     "baselines/fedavg.py": Script(FSSL, ["", "--prox-mu 0.1", "--labels all"]),
-    "baselines/fixmatch.py": Script(FSSL, ["", "--teacher local --prox-mu 0.1", PLUG_IN]),
+    "baselines/fixmatch.py": Script(f"{FSSL} --tau 0.17", ["", "--teacher local --prox-mu 0.1 --tau 0.3", PLUG_IN]),
     "baselines/flexmatch.py": Script(f"{FSSL} --tau 0.4", ["", "--no-warm-up"]),
     "baselines/fedmatch.py": Script(
         f"{FSSL} --lr 0.1 --lambda-s 1 --helper-interval 1 --conf-threshold 0.2", ["", "--helper-interval 3"]
     ),
-    "baselines/fedlabel.py": Script(FSSL, ["", "--two-phase --unlabelled-epochs 2", PLUG_IN]),
+    "baselines/fedlabel.py": Script(f"{FSSL} --tau 0.3", ["", "--two-phase --unlabelled-epochs 2", PLUG_IN]),
     "baselines/fedloke.py": Script(
         f"{FSSL} --warm-up-rounds 1 --entropy-threshold 2", ["", "--first-visit download", "--clip 0 --loke-mu 1"]
     ),
     "baselines/feddure.py": Script(FSSL, ["", "--variant official"]),
     "baselines/feddb.py": Script(f"{FSSL} --tau 0.12", ["", "--exact-simplex"]),
-    "baselines/sage.py": Script(FSSL, ["", PLUG_IN]),
-    "baselines/fedproto.py": Script(FSSL, ["", "--prototypes all --tau 0.3 --lambda-proto 3"]),
+    "baselines/sage.py": Script(f"{FSSL} --tau 0.3", ["", PLUG_IN]),
+    "baselines/fedproto.py": Script(f"{FSSL} --tau 0.15", ["", "--prototypes all --lambda-proto 3"]),
     "fedcopl.py": Script(
         "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
         "--device cpu",

@@ -341,7 +341,7 @@ CHANGES = [  # of every script
 ]
 OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
-    "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.95"])],
+    "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.17 -> 0.9"])],
     "baselines/flexmatch.py": [(["--no-warm-up", "--tau", 0.9], ["--warm-up True -> False", "--conf-threshold 0.4 -> 0.9"])],
     "baselines/fedproto.py": [(["--prototypes", "all"], ["--prototypes confident -> all"])],
     "baselines/fedmatch.py": [(["--helpers", 1, "--lambda-2", 0], ["--helpers 2 -> 1", "--lambda-2 10.0 -> 0.0"])],

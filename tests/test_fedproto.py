@@ -243,13 +243,14 @@ def test_a_strong_pull_holds_features_at_the_prototypes():
 
 
 def test_without_the_pull_and_in_round_1_it_is_fixmatch_with_global_labels(tmp_path):
-    flags = [*SMALL, "--tau", 0.3, "--rounds", 2, "--batch-size", 8]
+    flags = [*SMALL, "--tau", 0.15, "--rounds", 2, "--batch-size", 8]
     plain = FIXMATCH.train(tmp_path, "--teacher", "global", *flags, name="fixmatch")
     without, pulled = (train(tmp_path, *flags, "--lambda-proto", weight, name=f"w{weight}") for weight in (0, 1))
     columns = ("test_acc_pct", "loss_sup", "loss_unsup", "pl_used_pct", "pl_acc_pct")
     table = [[[row[key] for key in columns] for row in rows(folder)] for folder in (plain, without, pulled)]
     assert table[0] == table[1] and equal(checkpoint(plain)["state"], checkpoint(without)["state"])
     assert table[2][0] == table[0][0] and table[2][1] != table[0][1]
+    assert all(float(row["pl_used_pct"]) > 0 for row in rows(plain))
     assert [row["loss_proto"] for row in rows(without)] == ["", ""]
     assert rows(pulled)[0]["loss_proto"] == "" and float(rows(pulled)[1]["loss_proto"]) > 0
     plain, pulled = FIXMATCH.train(tmp_path, *flags, "--rounds", 1, name="f1"), train(tmp_path, *flags, "--rounds", 1)

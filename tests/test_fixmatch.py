@@ -13,7 +13,7 @@ from test_fedavg import federated
 
 import common
 import proxyfl
-from baselines import fixmatch
+from baselines import fedlabel, fixmatch, sage
 
 METHOD, PROXYFL = find_method("baselines/fixmatch.py"), find_method("proxyfl.py")
 
@@ -114,6 +114,22 @@ def test_without_labelled_images_the_supervised_loss_is_0():
     assert values["loss_sup"] == 0 and loss == values["loss_unsup"] > 0 and net.logits.grad.isfinite().all()
 
 
+def test_without_its_weight_no_method_of_the_family_differs(tmp_path):
+    """Nothing but the labelled images is left, though batch norm still sees the others."""
+    settings = {
+        "fixmatch": [],
+        "flexmatch": [],
+        "sage": [],
+        "fedlabel": [],
+        "fedproto": ["--lambda-proto", 0],
+    }
+    states = {
+        name: state(find_method(f"baselines/{name}.py").train(tmp_path, "--lambda-u", 0, *flags, name=name))
+        for name, flags in settings.items()
+    }
+    assert all(equal(states["fixmatch"], other) for other in states.values())
+
+
 # ---- limits -------------------------------------------------------------------------------------------------------
 
 
@@ -127,9 +143,11 @@ def test_without_its_weight_the_teacher_does_not_matter(tmp_path):
 
 
 def test_fedprox_without_weight_is_lpl(tmp_path):
-    plain = METHOD.train(tmp_path, "--teacher", "local", name="plain")
-    tiny = METHOD.train(tmp_path, "--teacher", "local", "--prox-mu", 1e-42, name="tiny")
-    pulled = METHOD.train(tmp_path, "--teacher", "local", "--prox-mu", 1, name="pulled")
+    local = ["--teacher", "local", "--tau", 0.3]
+    plain = METHOD.train(tmp_path, *local, name="plain")
+    tiny = METHOD.train(tmp_path, *local, "--prox-mu", 1e-42, name="tiny")
+    pulled = METHOD.train(tmp_path, *local, "--prox-mu", 1, name="pulled")
+    assert all(float(row["pl_used_pct"]) > 0 for row in rows(plain))
     assert equal(state(plain), state(tiny)) and not equal(state(plain), state(pulled))
     assert rows(plain)[0]["loss_prox"] == "" and float(rows(pulled)[0]["loss_prox"]) > 0
 
@@ -164,7 +182,7 @@ def test_teachers_agree_where_the_models_do():
         ("--union-mask --icpl --lambda-icpl 0.5", "--no-gpt --lambda-icpl 0.5"),
         ("--union-mask --gpt", "--no-icpl"),
         ("--union-mask", "--no-icpl --no-gpt"),
-        ("", "--no-icpl --no-gpt --confident global"),
+        ("--conf-threshold 0.15", "--no-icpl --no-gpt --confident global --conf-threshold 0.15"),
     ],
 )
 def test_with_its_modules_this_is_proxyfl_bit_for_bit(tmp_path, flags, same_in_proxyfl):
@@ -266,20 +284,33 @@ def test_passes_shuffle_without_repeats(size, batch, steps):
         assert len(set(part)) == len(part) and 0 <= part.min() and part.max() < size
 
 
-@pytest.mark.parametrize("flags", ["--teacher local", "--teacher global --union-mask", "--icpl", "--prox-mu 0.1"])
-def test_a_local_step_reads_nothing_back_to_the_host(flags, monkeypatch):
+@pytest.mark.parametrize(
+    "module, flags",
+    [
+        (fixmatch, "--teacher local"),
+        (fixmatch, "--teacher global --union-mask"),
+        (fixmatch, "--icpl"),
+        (fixmatch, "--prox-mu 0.1"),
+        (sage, ""),
+        (sage, "--icpl"),
+        (fedlabel, ""),
+        (fedlabel, "--icpl"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_local_step_reads_nothing_back_to_the_host(module, flags, monkeypatch):
     """On the meta device there are no values: a step that asks for one, or whose shapes depend on one, fails."""
-    args = fixmatch.parse_args(flags.split())
+    args = module.parse_args(flags.split())
     args.amp = False
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it knows no meta device
     with torch.device("meta"):
-        net, teacher = (fixmatch.ResNet8(10, 8, args.icpl) for _ in range(2))
+        net, teacher = (module.ResNet8(10, 8, args.icpl) for _ in range(2))
         images = torch.empty(22, 3, 32, 32, dtype=torch.uint8)
         weak = common.weak_view(images[:14], torch.empty(14, common.WEAK_DRAWS))
         strong = common.strong_view(images[14:], torch.empty(8, common.STRONG_DRAWS))
         views = common.normalise(torch.cat([weak, strong]), (0.5,) * 3, (0.2,) * 3)
         label, truth, hidden = torch.empty(6).long(), torch.empty(8).long(), torch.empty(8).bool()
-        batch = fixmatch.Batch(views, label, truth, truth, hidden)
-        loss, counts, values = fixmatch.local_loss(args, net, teacher, views, label, torch.empty(10))
+        batch = module.Batch(views, label, truth, truth, hidden)
+        loss, counts, values = module.local_loss(args, net, teacher, views, label, torch.empty(10))
     loss.backward()
-    assert counts.shape == (10,) and fixmatch.step_metrics(values, batch).shape == (len(fixmatch.METRICS),)
+    assert counts.shape == (10,) and module.step_metrics(values, batch).shape == (len(module.METRICS),)
