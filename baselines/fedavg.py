@@ -270,7 +270,7 @@ def client_update(args, rnd, client, data, received, net, optimizer):
 
 
 def local_batches(args, data, client, rng):
-    """The labelled batches of all local epochs: views (B, 3, S, S), labels (B,); none for a client without labels."""
+    """The labelled batches of all epochs: views (B, 3, S, S), labels (B,); none for a client without labels."""
     labelled, device = data.labelled[client], data.images.device
     steps = max(1, len(data.pool(client)) // args.batch_size)              # equally many in every method
     for _ in range(args.local_epochs if len(labelled) else 0):
