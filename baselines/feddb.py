@@ -501,6 +501,8 @@ def main(argv=None):
                 row = round_row(rnd, accuracy, uploads, bytes_up, bytes_down, time.perf_counter() - start,
                                 weight_min=None if weights is None else weights.min().item(),
                                 weight_max=None if weights is None else weights.max().item())
+                # A client finds out that it has nothing to train on when it has the model already.
+                row["bytes_down"] = bytes_down * sum(len(data.pool(client)) > 0 for client in selected)
                 check_finite(row, received)
                 run.save_round(row, received._asdict())
                 tqdm.write(round_line(row, args.rounds))

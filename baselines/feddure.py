@@ -276,8 +276,8 @@ def virtual_step(parameters, losses, weight, rate):
 def learning_gain(loss_before, loss_after, direction="old-new", bound=1.0):
     """What a step on pseudo-labels did to the labelled loss, a scalar within +-bound."""
     # DIFF-2 First-order reasoning rewards pseudo-labels that lower the labelled loss: old minus new. The release takes
-    # new minus old, as a well-known port of Meta Pseudo Labels does (kekmodel/MPL-pytorch, disputed in its issue 6), and
-    # so rewards the ones that raise it. Default: as the variant. --gain gives the other.
+    # new minus old, as a well-known port of Meta Pseudo Labels does (kekmodel/MPL-pytorch, disputed in issue 6), and so
+    # rewards the ones that raise it. Default: as the variant. --gain gives the other.
     gain = loss_before - loss_after if direction == "old-new" else loss_after - loss_before
     return gain.clamp(-bound, bound)
 

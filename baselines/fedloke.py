@@ -17,7 +17,7 @@ Each client owns a few labelled and many unlabelled images. A round:
            *other* model gives to the weak view, where their entropy is low;
   server   averages the shared models, weighted by the clients' images; personal models stay where they are.
 
-Letters in shapes: B labelled batch, U unlabelled batch, C classes, M clients of the round.
+Letters in shapes: B labelled batch, U unlabelled batch, C classes, D features, M clients of the round.
 
 Components: blending `blend`; low-entropy distillation, both directions `distillation`; warm-up `warm_up`; clipped
 gradient entries and both models' steps `client_update`; persistent personal models `stack_personal`, `main`.
@@ -81,7 +81,7 @@ def parse_args(argv=None):
                         help="in nats: labels of lower entropy are used; 0: none, above ln C: all [0.1, paper]")
     method.add_argument("--warm-up-rounds", type=number(int, 0), default=None,
                         help="rounds in which the weight of the unlabelled losses grows from 0 to 1; 0: it is 1 "
-                             "[preset; paper 200 of 500]")
+                             "[preset, whatever --rounds says; paper 200 of 500]")
     method.add_argument("--clip", type=number(float, 0), default=0.1,
                         help="DIFF-1: bound of each gradient entry; 0: none, as in the paper [0.1, code]")
     method.add_argument("--first-visit", choices=("initial", "download"), default="initial",
@@ -382,7 +382,7 @@ def local_loss(args, net, personal_net, views, label, ramp):
     loss_unsup, used = distillation(personal_log_prob, forward(net, strong, args.amp)[1], args.entropy_threshold)
     personal_unsup, _ = distillation(shared_log_prob, forward(personal_net, strong, args.amp)[1],
                                      args.entropy_threshold)
-    loss_personal = personal_sup + ramp * personal_unsup
+    loss_personal = personal_sup + ramp * personal_unsup                   # in rounds.csv with the ramp, as a whole
     loss = loss_sup + ramp * loss_unsup + loss_personal                    # no weight is in both: one backward
     return loss, dict(loss_sup=loss_sup, loss_unsup=loss_unsup, loss_personal=loss_personal,
                       pseudo_label=personal_log_prob.argmax(1), used=used)

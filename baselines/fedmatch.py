@@ -18,12 +18,13 @@ Each client owns a few labelled and many unlabelled images. theta = sigma + psi.
   server   takes the plain mean of all sigma and of all psi, and notes each client's psi and its model's answer to one
            fixed image of noise.
 
-Letters in shapes: B labelled batch, U unlabelled batch, C classes, H helpers, M clients of the round, P decomposed
-weights (those of all convolutions and the classifier).
+Letters in shapes: B labelled batch, U unlabelled batch, C classes, D features, H helpers, M clients of the round,
+P decomposed weights (those of all convolutions and the classifier).
 
 Components: decomposition `joint`, `decomposed`; supervised step `supervised_loss`; unsupervised step
 `unsupervised_loss`, of `vote`, `inter_client_loss`, masked means `mean_over`, and regularisers `psi_penalty`; uniform
 mean `server_update`; helper choice `noise_image`, `answer`, `nearest`; sparsity `without_small`, `differing`.
+lambda_2 pulls psi to sigma, so theta tends to 2 sigma; it dwarfs lambda_1, and psi is not sparse in practice.
 Left out: the learning rate tuned on a labelled validation set of each client; the labels-at-server scenario.
 
 Where paper and official code differ (effect not measured):
@@ -425,6 +426,7 @@ def client_update(args, rnd, client, data, received, helper_psi, net, psi_net, h
         helper.load_state_dict(joint(received.state, from_vector(part, received.psi)))
         helper.eval()
     weights = dict(net.named_parameters())
+    # empty_like: in the memory layout of the network
     psi = {name: torch.empty_like(weights[name]).copy_(part).requires_grad_() for name, part in received.psi.items()}
     sigma_optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
     psi_optimizer = torch.optim.SGD(psi.values(), args.lr, args.momentum)

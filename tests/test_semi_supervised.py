@@ -264,3 +264,138 @@ def test_labelled_share_of_svhn(method, monkeypatch):
     ):
         data = method.module.prepare_data(method.module.parse_args(flags), torch.device("cpu"))[0]
         assert np.bincount(data.labels[np.concatenate(data.labelled)]).tolist() == each
+
+
+# Two settings of a flag, or one against the default, that must give different runs: the flag is read.
+FLAGS = {
+    "baselines/fedavg.py": ["--prox-mu 1", "--labels all"],
+    "baselines/fixmatch.py": [
+        "--teacher local",
+        "--mu 1",
+        "--tau 0.9",
+        "--lambda-u 0.5",
+        "--prox-mu 1",
+        "--tau 0.3 | --tau 0.3 --union-mask",
+        "--icpl --lambda-icpl 0.5 | --icpl",
+        "--gpt --gpt-epochs 1 | --gpt --gpt-epochs 2",
+        "--gpt --gpt-epochs 1 | --gpt --gpt-epochs 1 --gpt-lr 0.1",
+    ],
+    "baselines/flexmatch.py": ["--no-warm-up", "--mu 1", "--tau 0.2", "--lambda-u 0.5"],
+    "baselines/fedmatch.py": [
+        "--mu 1",
+        "--tau 0.9",
+        "--lambda-s 2",
+        "--lambda-i 1",
+        "--lambda-a 1",
+        "--lambda-1 0.1",
+        "--lambda-2 1",
+        "--psi-factor 0.5",
+        "--helpers 1",
+        "--helper-interval 3",
+        "--zero-threshold 1",
+        "--send-threshold 0.1",
+    ],
+    "baselines/fedlabel.py": [
+        "--mu 1",
+        "--tau 0.9",
+        "--lambda-u 0.5",
+        "--lambda-agree 0",
+        "--expertise logit-variance",
+        "--two-phase",
+        "--two-phase | --two-phase --unlabelled-epochs 2",
+        "--icpl --lambda-icpl 0.5 | --icpl",
+        "--gpt --gpt-epochs 1 | --gpt --gpt-epochs 2",
+    ],
+    "baselines/fedloke.py": [
+        "--mu 1",
+        "--loke-mu 0.1",
+        "--entropy-threshold 1",
+        "--warm-up-rounds 9",
+        "--clip 0",
+        "--rounds 4 | --rounds 4 --first-visit download",
+        "--momentum 0",
+    ],
+    "baselines/feddure.py": [
+        "--mu 1",
+        "--variant official",
+        "--lambda-u 0.5",
+        "--warm-up 1",
+        "--coarse-lr 0.01",
+        "--gain new-old",
+        "--gain-bound 0.001",
+        "--virtual-lr 1",
+        "--fine-lr 0.1",
+        "--fine-hidden 64",
+        "--variant official --tau 0.1 | --variant official",
+        "--variant official --fine-tune-epochs 0 | --variant official",
+    ],
+    "baselines/feddb.py": [
+        "--mu 1",
+        "--tau 0.3",
+        "--lambda-u 0.5",
+        "--prior-momentum 0.9",
+        "--prior-floor 0.3",
+        "--exact-simplex",
+    ],
+    "baselines/sage.py": [
+        "--mu 1",
+        "--tau 0.9",
+        "--lambda-u 0.5",
+        "--kappa 0",
+        "--temperature 3",
+        "--icpl --lambda-icpl 0.5 | --icpl",
+        "--gpt --gpt-epochs 1 | --gpt --gpt-epochs 2",
+    ],
+    "baselines/fedproto.py": [
+        "--mu 1",
+        "--tau 0.9",
+        "--lambda-u 0.5",
+        "--lambda-proto 5",
+        "--prototypes all --tau 0.3 | --tau 0.3",
+        "--prototypes labelled",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_of_a_method_is_read(name, tmp_path):
+    method, done = find_method(name), {}
+
+    def run(flags):
+        if flags not in done:
+            folder = method.train(tmp_path, *flags.split(), name=f"run{len(done)}")
+            done[flags] = rows(folder), state(folder)
+        return done[flags]
+
+    same = []
+    for flags in FLAGS[name]:
+        one, _, other = flags.partition("|")
+        if equal(run(one.strip()), run(other.strip())):
+            same.append(flags)
+    assert same == []
+    known = {action.dest for action in parser_actions(method)} - SHARED
+    tried = {word[2:].replace("-", "_") for flags in FLAGS[name] for word in flags.split() if word.startswith("--")}
+    assert known - {"tau", "conf_threshold", "icpl", "gpt"} <= {word.removeprefix("no_") for word in tried} | {
+        "gpt_lr",
+        "teacher",
+    }
+
+
+def parser_actions(method):
+    """The flags that a script declares."""
+    made = []
+    honest = common.Parser.parse_args
+
+    def look(parser, *args, **kwargs):
+        made.append(parser)
+        return honest(parser, *args, **kwargs)
+
+    common.Parser.parse_args = look
+    try:
+        method.module.parse_args(method.short)
+    finally:
+        common.Parser.parse_args = honest
+    return made[0]._actions
+
+
+SHARED = {action.dest for action in parser_actions(find_method("baselines/fedavg.py"))} - {"prox_mu", "labels"}
