@@ -1,8 +1,8 @@
-"""FixMatch inside FedAvg: local or global pseudo-labels, with or without a threshold, FedProx, ProxyFL's modules.
+"""FixMatch inside FedAvg, a low-risk reconstruction: local or global labels, threshold or none, FedProx, GPT and ICPL.
 
 Papers: FixMatch, NeurIPS 2020 (arXiv 2001.07685); FedAvg, arXiv 1602.05629; FedProx, arXiv 1812.06127. Protocol and
-rows: ProxyFL, CVPR 2026 (arXiv 2602.21078), Tables 1, 4, 5 and 9. A reconstruction, of low risk: the rows are special
-cases of the official loop of SAGE and ProxyFL (Jay-Codeman/SAGE; DuowenC/FSSLlib at f732a27); no script of them exists.
+rows: ProxyFL, CVPR 2026 (arXiv 2602.21078), Tables 1, 4, 5 and 9. The rows are special cases of the official loop
+of SAGE and ProxyFL (Jay-Codeman/SAGE; DuowenC/FSSLlib at f732a27); no script of them exists.
 
     python baselines/fixmatch.py --teacher local                                # FixMatch-LPL, embedded digits
     python baselines/fixmatch.py --teacher global                               # FixMatch-GPL
