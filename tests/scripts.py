@@ -161,7 +161,7 @@ PROCESSES.set_forkserver_preload(
 )
 
 
-def _as_program(command, cwd, env, out, err):
+def _as_program(command, cwd, env, alone, out, err):
     for target, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY), target)
     os.chdir(cwd)
@@ -169,19 +169,28 @@ def _as_program(command, cwd, env, out, err):
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
     sys.argv = command
+    if alone:
+        sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (ROOT, ROOT / "tests")]
+        del sys.modules["common"]  # this file imports it
     sys.path.insert(0, os.path.dirname(command[0]))
     runpy.run_path(command[0], run_name="__main__")
 
 
 class Program:
-    """A script in a process of its own."""
+    """A script in a process of its own; `alone`: it finds no module of this repository but those beside it."""
 
-    def __init__(self, path, *flags, cwd=None, env=None):
+    def __init__(self, path, *flags, cwd=None, env=None, alone=False):
         self.files = [tempfile.NamedTemporaryFile("r") for _ in range(2)]
         self.command = [str(path), *map(str, flags)]
         self.process = PROCESSES.Process(
             target=_as_program,
-            args=(self.command, str(cwd or tempfile.gettempdir()), env or {}, *(file.name for file in self.files)),
+            args=(
+                self.command,
+                str(cwd or tempfile.gettempdir()),
+                env or {},
+                alone,
+                *(file.name for file in self.files),
+            ),
             daemon=True,
         )
         self.process.start()

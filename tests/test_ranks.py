@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from scripts import ROOT, checkpoint, rows, same_run
+from scripts import ROOT, SCRIPTS, checkpoint, rows, same_run
 from scripts import method as find_method
 
 import common
@@ -66,8 +66,9 @@ def check_what_is_left(folder, errors):
     assert len(rows(folder)) >= done  # a last row without checkpoint: dropped on resume
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_lost_rank_ends_the_run_with_a_message_and_a_resumable_checkpoint(method, tmp_path, lost):
+@pytest.mark.parametrize("name, lost", [(name, 1) for name in SCRIPTS] + [("proxyfl.py", 0), ("fedcopl.py", 0)])
+def test_lost_rank_ends_the_run_with_a_message_and_a_resumable_checkpoint(tmp_path, name, lost):
+    method = find_method(name)
     programs = method.start_ranks(2, tmp_path, "--run-name", "run", "--rounds", 400)
     wait_for_checkpoint(tmp_path / "run", lambda: all(program.running for program in programs))
     programs[lost].send_signal(signal.SIGKILL)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import ROOT, SCRIPTS, checkpoint, rows, same_run
+from scripts import ROOT, SCRIPTS, Program, checkpoint, rows, same_run
 from scripts import method as find_method
 
 import common
@@ -49,9 +49,9 @@ def test_resumed_run_equals_the_straight_one(tmp_path, name, variant):
 
 
 def test_kill_9_in_any_round_then_resume(method, tmp_path):
-    flags = ["--rounds", 6, "--local-epochs", 2]
+    flags = ["--rounds", 5]
     method.train(tmp_path, *flags, name="straight")
-    for attempt, wait_for in enumerate((0, 3)):  # complete rounds before the kill
+    for attempt, wait_for in enumerate((0, 2)):  # complete rounds before the kill
         folder = tmp_path / f"killed{attempt}"
         program = method.start(tmp_path, *flags, "--run-name", folder.name)
         while program.running and not (
@@ -151,11 +151,31 @@ def test_run_folder_holds_what_the_contract_names(method, tmp_path):
     assert checkpoint(folder)["round"] == 3  # loaded with weights_only=True
 
 
-def test_script_and_common_alone_in_an_empty_folder(method, tmp_path):
-    """A real interpreter, with the spawn start method, that finds nothing of this repository but two files."""
-    name = os.path.basename(method.name)
+def put_alone(method, folder):
+    """The script and common.py in an empty folder. Returns the script's name."""
     for source in (ROOT / method.name, ROOT / "common.py"):
-        shutil.copy(source, tmp_path)
+        shutil.copy(source, folder)
+    return os.path.basename(method.name)
+
+
+def check_alone(folder, name):
+    (run,) = (folder / "runs").iterdir()
+    assert run.name.startswith(f"{name.removesuffix('.py')}_digits_") and run.name.endswith("_s1")
+    assert (run / "summary.json").exists()
+    assert json.loads((run / "config.json").read_text())["commit"] == "unknown"  # it was this common.py
+
+
+def test_script_and_common_alone_in_an_empty_folder(method, tmp_path):
+    name = put_alone(method, tmp_path)
+    done = Program(tmp_path / name, *method.short, cwd=tmp_path, alone=True).wait()
+    assert done.returncode == 0, done.stderr
+    check_alone(tmp_path, name)
+
+
+@pytest.mark.parametrize("script", ["proxyfl.py", "fedcopl.py"])
+def test_a_fresh_interpreter_with_the_spawn_start_method(tmp_path, script):
+    method = find_method(script)
+    name = put_alone(method, tmp_path)
     code = (
         "import multiprocessing, runpy, sys; multiprocessing.set_start_method('spawn'); "
         f"sys.argv = [{name!r}, *{method.short}]; runpy.run_path({name!r}, run_name='__main__')"
@@ -169,10 +189,7 @@ def test_script_and_common_alone_in_an_empty_folder(method, tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith(f"{name.removesuffix('.py')}_digits_") and folder.name.endswith("_s1")
-    assert (folder / "summary.json").exists()
-    assert json.loads((folder / "config.json").read_text())["commit"] == "unknown"
+    check_alone(tmp_path, name)
 
 
 @pytest.mark.parametrize("name", OTHERS)
