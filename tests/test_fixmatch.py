@@ -7,19 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, equal, rows
+from scripts import checkpoint, equal, n_bytes, rows, state
 from scripts import method as find_method
-from test_fedavg import federated
+from worlds import numbered_data
 
 import common
 import proxyfl
 from baselines import fedlabel, fixmatch, sage
 
 METHOD, PROXYFL = find_method("baselines/fixmatch.py"), find_method("proxyfl.py")
-
-
-def state(folder):
-    return checkpoint(folder)["state"]
 
 
 # ---- pseudo-labels ------------------------------------------------------------------------------------------------
@@ -249,11 +245,18 @@ def test_tuning_leaves_the_bias_and_bytes_count_the_extras(tmp_path):
     tuned = METHOD.train(tmp_path, "--rounds", 1, "--gpt", "--gpt-epochs", 2, name="tuned")
     a, b = state(plain), state(tuned)
     assert {name for name in a if not torch.equal(a[name], b[name])} == {"classifier.weight"}
-    size = {heads: sum(v.numel() * v.element_size() for v in fixmatch.ResNet8(10, 8, heads).state_dict().values())
-            for heads in (False, True)}  # fmt: skip
+    size = {heads: n_bytes(fixmatch.ResNet8(10, 8, heads).state_dict()) for heads in (False, True)}
     assert rows(plain)[0]["bytes_up"] == rows(tuned)[0]["bytes_down"] == str(3 * size[False])
     with_icpl = METHOD.train(tmp_path, "--rounds", 1, "--icpl", name="icpl")
     assert rows(with_icpl)[0]["bytes_up"] == rows(with_icpl)[0]["bytes_down"] == str(3 * (size[True] + 4 * 10))
+
+
+@pytest.mark.parametrize("name", ["fedlabel", "sage"])
+def test_other_methods_have_the_same_modules(tmp_path, name):
+    flags = "--lambda-u 0 --tau 0.3 --rounds 1 --gpt --icpl --gpt-epochs 2".split()
+    mine = find_method(f"baselines/{name}.py").train(tmp_path, *flags, name="mine")
+    a, b = checkpoint(mine), checkpoint(METHOD.train(tmp_path, *flags, name="other"))
+    assert equal(a["state"], b["state"]) and equal(a["class_prior"], b["class_prior"])
 
 
 # ---- batches ------------------------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ def test_tuning_leaves_the_bias_and_bytes_count_the_extras(tmp_path):
 
 def test_batches_show_the_images_they_name():
     args = fixmatch.parse_args(["--batch-size", "4", "--local-epochs", "2"])
-    data = federated([(5, 9), (3, 12)], fixmatch)
+    data = numbered_data(fixmatch, (5, 9), (3, 12))
     pool, passes = data.pool(1), []
     for _, batch in fixmatch.local_batches(args, data, 1, np.random.default_rng(0)):
         weak = (batch.views[4:12, 0, 4, 4] * 255).round().long()
