@@ -1,5 +1,7 @@
 """Every semi-supervised script: label secrecy, odd clients, isolation of clients, and what a run leaves of a model."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -234,6 +236,23 @@ def test_settings_of_the_protocol_run_and_stay_finite(method, tmp_path, flags):
     folder = method.train(tmp_path, "--rounds", 1, *flags)
     assert is_finite(whole_state(folder))
     check_rows(folder)
+
+
+@pytest.mark.slow
+def test_compiled_networks_train_as_they_are(method, tmp_path, monkeypatch):
+    """Captured by torch.compile, then run by the same kernels: whatever the capture may do is seen bit by bit."""
+    plain, honest, frames = method.train(tmp_path, "--rounds", 1, name="plain"), torch.nn.Module.compile, Counter()
+
+    def eager(graph, _):
+        frames["captured"] += 1
+        return graph
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda net: honest(net, backend=eager))
+    torch.compiler.reset()
+    compiled = method.train(tmp_path, "--rounds", 1, "--compile", name="compiled")
+    torch.compiler.reset()
+    assert frames["captured"] > 0 and rows(compiled) == rows(plain)
+    assert equal(whole_state(compiled), whole_state(plain))
 
 
 def test_presets_follow_the_flags_that_are_given(method):
