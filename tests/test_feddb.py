@@ -191,18 +191,35 @@ def test_rate_0_returns_the_broadcast_parameters():
     assert same_parameters(update(0, *setting), setting[2])
 
 
+def weak_predictions(args, data, net):
+    """What the frozen model says of the weak view of each image of client 0's pool, one after the other."""
+    pool, prob = data.pool(0), []
+    draws = common.stream(args.seed, "pool", 1, 0).random((len(pool), common.WEAK_DRAWS), dtype=np.float32)
+    for index, draw in zip(pool, draws):
+        view = common.weak_view(data.images[[index]], torch.from_numpy(draw[None]), args.flip)
+        prob.append(net.eval()(common.normalise(view, *data.stats))[1].softmax(1)[0].detach())
+    return prob
+
+
+def test_with_an_even_prior_the_pool_is_labelled_as_by_gpl():
+    args, data, _, net, _ = world(10, 60, prior_floor=1, tau=0.6)
+    net.classifier.weight.data *= 30
+    prior, kept, pseudo_label, _ = feddb.label_pool(args, 1, 0, data, net)
+    prob = torch.stack(weak_predictions(args, data, net))
+    label, used = fixmatch.pseudo_labels(prob, prob, "global", 0.6)
+    assert torch.equal(kept, torch.from_numpy(data.pool(0))[used]) and torch.equal(pseudo_label, label[used])
+    assert 0 < used.sum() < 70 and prior.max() > 0.3  # debiasing would have done something
+    args.prior_floor = 1e-6
+    assert not torch.equal(feddb.label_pool(args, 1, 0, data, net)[1], kept)
+
+
 def test_label_pool_against_a_slow_loop():
     args, data, _, net, _ = world(3, 20, conf_threshold=0.5)
     net.classifier.weight.data *= 30  # predictions that differ
     before = tiny_state(net)
     prior, kept, pseudo_label, found = feddb.label_pool(args, 1, 0, data, net, batch_size=7)
     assert equal(tiny_state(net), before)  # no statistics move
-    pool = data.pool(0)
-    draws = common.stream(args.seed, "pool", 1, 0).random((23, common.WEAK_DRAWS), dtype=np.float32)
-    prob = []
-    for index, draw in zip(pool, draws):
-        view = common.weak_view(data.images[[index]], torch.from_numpy(draw[None]), args.flip)
-        prob.append(net.eval()(common.normalise(view, *data.stats))[1].softmax(1)[0].detach())
+    pool, prob = data.pool(0), weak_predictions(args, data, net)
     mean = sum(prob) / 23
     torch.testing.assert_close(prior, mean, rtol=1e-4, atol=1e-6)
     expected, counts = [], [20, 0, 0, 0]

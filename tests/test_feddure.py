@@ -297,6 +297,13 @@ def test_rate_0_returns_the_broadcast_parameters(variant):
     assert same_parameters(update(0, *setting), setting[2])
 
 
+def test_without_labels_the_regulators_rest():
+    for n_labelled in (0, 6):
+        found = metrics(feddure, update(0, *world(n_labelled, 20)))
+        assert found["steps"] > 0 and (found["gain"] != 0) == (found["loss_fine"] > 0) == (n_labelled > 0)
+        assert n_labelled or found["gain"] == found["loss_fine"] == found["loss_gain"] == 0
+
+
 def test_weight_1_gain_0_ramp_1_is_lpl_all_bit_by_bit(monkeypatch):
     class Certain(feddure.FineRegulator):  # weight 1 whatever it sees, so without a gradient of its own
         def __init__(self, *sizes):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from scripts import checkpoint, equal, n_bytes, rows, state
 from scripts import method as find_method
-from worlds import parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
+from worlds import metrics, parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 import common
 from baselines import fedavg, fedloke
@@ -211,6 +211,12 @@ def test_gradient_entries_are_clipped():
     assert largest(0)[0] > 0.05
     most, moved = largest(0.01)
     assert most == pytest.approx(0.01, rel=1e-3) and moved.count(0.01) > 4  # both models, entry by entry
+
+
+def test_without_labels_the_models_teach_each_other_alone():
+    upload = update(world(n_labelled=0, entropy_threshold=9))
+    found = metrics(fedloke, upload)
+    assert found["loss_sup"] == found["sup_steps"] == 0 and found["loss_unsup"] > 0 and found["loss_personal"] > 0
 
 
 def test_lr_0_returns_the_download_and_the_blend():

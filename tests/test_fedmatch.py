@@ -236,6 +236,13 @@ def test_without_psi_it_is_fedavg(monkeypatch):
     assert equal(fedmatch.server_update(w.received, uploads).state, fedavg.server_update(w.received, plain).state)
 
 
+def test_without_labels_psi_alone_moves():
+    w = world(n_labelled=0)
+    upload = update(w)
+    assert equal(upload.state, w.received.state)  # batch-norm statistics too: they are the labelled images'
+    assert all(not torch.equal(part, w.received.psi[name]) for name, part in upload.psi.items())
+
+
 def test_uniform_mean_of_both_parts_without_clients_that_could_not_train():
     def upload(value, weight):
         part = {"w": torch.full((2,), float(value))}

@@ -198,15 +198,19 @@ def test_equal_teachers_make_sage_lpl_and_gpl():
 # ---- one step -----------------------------------------------------------------------------------------------------
 
 
-def step(module, *flags, views=None, n_lab=6, classes=4):
-    """local_loss of a script for one random batch: args, net, teacher, its result."""
+def step(module, *flags, n_lab=6, classes=4, n_unl=10, frozen=False):
+    """local_loss of a script for one random batch: args, net, teacher, its result. frozen: net is the teacher."""
     args = tiny_args(find_method(f"{module.__name__.replace('.', '/')}.py"), *flags)
     torch.manual_seed(0)
     net, teacher = (module.ResNet8(classes, 8, heads=args.icpl).double() for _ in range(2))
     net.train(), teacher.eval()
     for model in (net, teacher):
         model.classifier.weight.data *= 8  # confidences on both sides of the threshold
-    views = torch.randn(n_lab + 20, 3, 8, 8, dtype=torch.float64) if views is None else views
+    views = torch.randn(n_lab + 2 * n_unl, 3, 8, 8, dtype=torch.float64)
+    if frozen:
+        for _ in range(20):
+            net(views)  # statistics of these images, else all get one class
+        teacher.load_state_dict(net.eval().state_dict())
     label, prior = torch.arange(n_lab) % classes, torch.full((classes,), 1 / classes, dtype=torch.float64)
     # float64: forward's .float() would round
     with pytest.MonkeyPatch.context() as patch:
@@ -223,6 +227,24 @@ def test_large_kappa_makes_a_step_of_gpl_with_the_union_mask(flags):
     assert loss.item() == pytest.approx(want.item(), abs=1e-4) and torch.equal(counts, want_counts)
     for mine, theirs in zip(net.parameters(), same.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_frozen_model_that_is_the_teacher_makes_steps_of_lpl_and_gpl():
+    _, _, _, (loss, _, values) = step(sage, "--tau", 0.8, n_unl=40, frozen=True)
+    assert 0 < values["used"].sum() < 40 and values["pseudo_label"].unique().numel() > 1
+    for who in ("local", "global"):
+        _, _, _, (want, _, other) = step(fixmatch, "--tau", 0.8, "--teacher", who, n_unl=40, frozen=True)
+        assert equal(*([found[name] for name in ("pseudo_label", "used")] for found in (values, other)))
+        torch.testing.assert_close(loss, want, rtol=1e-10, atol=0)
+
+
+def test_large_kappa_differs_from_plain_gpl_only_where_the_local_model_alone_is_sure():
+    _, _, _, (_, _, values) = step(sage, "--tau", 0.9, "--kappa", 1e9, n_unl=40)
+    lpl, gpl = (step(fixmatch, "--tau", 0.9, "--teacher", who, n_unl=40)[3][2] for who in ("local", "global"))
+    local_alone = lpl["used"] & ~gpl["used"]
+    assert torch.equal(values["used"][~local_alone], gpl["used"][~local_alone]) and gpl["used"].any()
+    assert local_alone.any() and values["used"][local_alone].all()
+    assert torch.equal(values["pseudo_label"], gpl["pseudo_label"])
 
 
 def test_gradient_reaches_no_teacher_and_not_through_weak_views():
