@@ -239,12 +239,13 @@ def test_a_frozen_model_that_is_the_teacher_makes_steps_of_lpl_and_gpl():
 
 
 def test_large_kappa_differs_from_plain_gpl_only_where_the_local_model_alone_is_sure():
-    _, _, _, (_, _, values) = step(sage, "--tau", 0.9, "--kappa", 1e9, n_unl=40)
-    lpl, gpl = (step(fixmatch, "--tau", 0.9, "--teacher", who, n_unl=40)[3][2] for who in ("local", "global"))
+    _, _, _, (_, _, values) = step(sage, "--tau", 0.7, "--kappa", 1e9, n_unl=40)
+    lpl, gpl = (step(fixmatch, "--tau", 0.7, "--teacher", who, n_unl=40)[3][2] for who in ("local", "global"))
     local_alone = lpl["used"] & ~gpl["used"]
     assert torch.equal(values["used"][~local_alone], gpl["used"][~local_alone]) and gpl["used"].any()
     assert local_alone.any() and values["used"][local_alone].all()
     assert torch.equal(values["pseudo_label"], gpl["pseudo_label"])
+    assert (lpl["pseudo_label"] != gpl["pseudo_label"])[lpl["used"]].any()
 
 
 def test_gradient_reaches_no_teacher_and_not_through_weak_views():
