@@ -225,6 +225,15 @@ def checkpoint(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
 
 
+def state(folder):
+    """The model that a run ended with."""
+    return checkpoint(folder)["state"]
+
+
+def n_bytes(state):
+    return sum(value.numel() * value.element_size() for value in state.values())
+
+
 def equal(a, b):
     """Whether two nested structures hold the same values, tensors bit by bit."""
     if isinstance(a, torch.Tensor):

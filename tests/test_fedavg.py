@@ -5,17 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
-from scripts import checkpoint, equal, rows
+from scripts import equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import numbered_data
 
 import proxyfl
 from baselines import fedavg, fixmatch
 
 METHOD = find_method("baselines/fedavg.py")
-
-
-def state(folder):
-    return checkpoint(folder)["state"]
 
 
 # ---- network ------------------------------------------------------------------------------------------------------
@@ -29,7 +26,7 @@ def test_network_of_the_papers(classes, parameters, size):
     other = proxyfl.ResNet8(classes)  # checked against the official program
     assert equal(net.state_dict(), other.state_dict())
     assert sum(value.numel() for value in net.parameters()) == parameters
-    assert sum(value.numel() * value.element_size() for value in net.state_dict().values()) == size
+    assert n_bytes(net.state_dict()) == size
     images = torch.randn(3, 3, 32, 32)
     features, logits = fedavg.forward(net, images, amp=False)
     assert features.shape == (3, 256) and logits.shape == (3, classes)
@@ -145,22 +142,11 @@ def test_all_labels(tmp_path):
 # ---- the local epochs ---------------------------------------------------------------------------------------------
 
 
-def federated(pools, module=fedavg):
-    """Clients of (labelled, unlabelled) images; an image's label is its number, its pixels are constant."""
-    total, at, parts = sum(map(sum, pools)), 0, ([], [])
-    for sizes in pools:
-        for part, size in zip(parts, sizes):
-            part.append(np.arange(at, at + size))
-            at += size
-    images = (torch.arange(total) % 256).to(torch.uint8)[:, None, None, None].expand(-1, 3, 8, 8).contiguous()
-    return module.FederatedData(images, torch.arange(total), *parts, ((0.0,) * 3, (1.0,) * 3))
-
-
 @pytest.mark.parametrize("module", [fedavg, fixmatch], ids=["fedavg", "fixmatch"])
 @pytest.mark.parametrize("labelled, unlabelled, steps", [(250, 2250, 19), (230, 3432, 28), (450, 4050, 35), (3, 5, 1)])
 def test_steps_of_a_local_epoch(module, labelled, unlabelled, steps):
     args = module.parse_args(["--dataset", "cifar10", "--local-epochs", "2", "--image-size", "8"])
-    data = federated([(labelled, unlabelled)], module)
+    data = numbered_data(module, (labelled, unlabelled))
     batches = list(module.local_batches(args, data, 0, np.random.default_rng(0)))
     assert len(batches) == 2 * steps
     if module is fedavg:
@@ -176,7 +162,7 @@ def test_steps_of_a_local_epoch(module, labelled, unlabelled, steps):
 
 def test_labelled_batches_show_the_images_of_their_labels():
     args = fedavg.parse_args(["--batch-size", "16", "--local-epochs", "1"])
-    data = federated([(10, 30), (20, 40)])
+    data = numbered_data(fedavg, (10, 30), (20, 40))
     seen = set()
     for views, label in fedavg.local_batches(args, data, 1, np.random.default_rng(0)):
         assert torch.equal((views[:, 0, 4, 4] * 255).round().long(), label % 256)  # no view changes a constant image
@@ -185,7 +171,7 @@ def test_labelled_batches_show_the_images_of_their_labels():
 
 
 def test_bytes_are_two_states_a_client(tmp_path):
-    size = sum(value.numel() * value.element_size() for value in fedavg.ResNet8(10, 8).state_dict().values())
+    size = n_bytes(fedavg.ResNet8(10, 8).state_dict())
     for row in rows(METHOD.train(tmp_path)):
         assert row["bytes_up"] == row["bytes_down"] == str(3 * size)
 

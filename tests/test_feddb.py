@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, rows
+from scripts import equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import metrics, same_parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 import common
 from baselines import fedavg, feddb, fixmatch
@@ -101,8 +102,8 @@ def test_contraction_is_the_official_loop():
 
 
 def test_first_step_of_the_contraction():
-    priors, equal = dirichlet(8, 10), torch.full((8,), 1 / 8, dtype=F64)
-    expected = (-0.71 / 8 - 1.9 * feddb.imbalance_gradient(equal, priors)).softmax(0)
+    priors, even = dirichlet(8, 10), torch.full((8,), 1 / 8, dtype=F64)
+    expected = (-0.71 / 8 - 1.9 * feddb.imbalance_gradient(even, priors)).softmax(0)
     torch.testing.assert_close(feddb.contracted_weights(priors, 1), expected)
 
 
@@ -115,11 +116,10 @@ def test_one_client_against_seven(classes, code, optimum):
 
 
 @pytest.mark.parametrize("solve", [feddb.contracted_weights, feddb.simplex_weights])
-def test_equal_priors_give_equal_weights(solve, clients):
-    equal = torch.full((clients,), 1 / clients, dtype=F64)
+def test_equal_priors_give_equal_weights(solve):
     for row in (dirichlet(1, 10)[0], torch.full((10,), 0.1, dtype=F64)):
-        torch.testing.assert_close(solve(row.repeat(clients, 1)), equal, rtol=0, atol=1e-15)
-    assert solve(dirichlet(clients, 10)).sum().item() == pytest.approx(1, abs=1e-12)
+        torch.testing.assert_close(solve(row.repeat(7, 1)), torch.full((7,), 1 / 7, dtype=F64), rtol=0, atol=1e-15)
+    assert solve(dirichlet(7, 10)).sum().item() == pytest.approx(1, abs=1e-12)
 
 
 def test_simplex_weights_are_optimal():
@@ -148,35 +148,16 @@ def test_projection_to_the_simplex():
 # ---- a client -----------------------------------------------------------------------------------------------------
 
 
-def world(n_labelled, n_unlabelled, classes=4, **settings):
+def world(n_labelled, n_unlabelled, **settings):
     """Two clients: one of the given size, one of 40 images. Returns client_update's arguments but the client."""
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-    args = feddb.parse_args([*METHOD.short, "--batch-size=8", *flags])
-    args.amp = False
-    rng = np.random.default_rng(0)
-    total = n_labelled + n_unlabelled + 40
-    order = rng.permutation(total)
-    data = feddb.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, classes - 1, total)),
-        [order[:n_labelled], order[-10:]],
-        [order[n_labelled : n_labelled + n_unlabelled], order[-40:-10]],
-        ((0.5,) * 3, (0.3,) * 3),
-    )
-    torch.manual_seed(0)
-    net = feddb.ResNet8(classes, args.width).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    received = feddb.Broadcast({name: value.clone() for name, value in net.state_dict().items()})
-    return args, data, received, net, optimizer
+    args = tiny_args(METHOD, **settings)
+    (net,) = tiny_nets(feddb, args, 1)
+    data = tiny_data(feddb, (n_labelled, n_unlabelled), (10, 30))
+    return args, data, feddb.Broadcast(tiny_state(net)), net, sgd(args, net)
 
 
 def update(client, args, data, received, net, optimizer):
     return feddb.client_update(args, 1, client, data, received, net, optimizer)
-
-
-def same_parameters(upload, received):
-    names = [name for name in received.state if name.endswith(("weight", "bias"))]
-    return all(torch.equal(upload.state[name], received.state[name]) for name in names)
 
 
 @pytest.mark.parametrize("tau", [0, 2])
@@ -186,11 +167,11 @@ def test_client_of_any_size(n_labelled, n_unlabelled, tau):
     upload = update(0, *setting)
     pool = n_labelled + n_unlabelled
     trains = n_labelled > 0 or pool > 0 and tau == 0
-    metrics = dict(zip(feddb.METRICS, upload.metrics.tolist()))
-    assert metrics["steps"] == (max(1, pool // 8) if trains else 0) and upload.weight.item() == (pool if trains else 0)
-    assert metrics["sup_steps"] == (metrics["steps"] if n_labelled else 0)
-    assert metrics["images"] == n_unlabelled and metrics["used"] == (n_unlabelled if tau == 0 else 0)
-    assert (metrics["loss_unsup"] > 0) == (pool > 0 and tau == 0) and (metrics["loss_sup"] > 0) == (n_labelled > 0)
+    found = metrics(feddb, upload)
+    assert found["steps"] == (max(1, pool // 8) if trains else 0) and upload.weight.item() == (pool if trains else 0)
+    assert found["sup_steps"] == (found["steps"] if n_labelled else 0)
+    assert found["images"] == n_unlabelled and found["used"] == (n_unlabelled if tau == 0 else 0)
+    assert (found["loss_unsup"] > 0) == (pool > 0 and tau == 0) and (found["loss_sup"] > 0) == (n_labelled > 0)
     assert same_parameters(upload, setting[2]) == (not trains)
     assert all(value.isfinite().all() for value in upload.state.values())
     assert upload.prior.shape == (4,) and upload.prior.sum().item() == pytest.approx(1, abs=1e-5)
@@ -201,7 +182,7 @@ def test_nothing_kept_is_fedavg_bit_by_bit():
     ours = feddb.client_update(args, 1, 0, data, received, net, optimizer)
     args.prox_mu = 0
     theirs = fedavg.client_update(args, 1, 0, data, received, net, optimizer)
-    assert all(torch.equal(value, theirs.state[name]) for name, value in ours.state.items())
+    assert equal(ours.state, theirs.state)
     assert not same_parameters(ours, received)
 
 
@@ -210,18 +191,35 @@ def test_rate_0_returns_the_broadcast_parameters():
     assert same_parameters(update(0, *setting), setting[2])
 
 
-def test_label_pool_against_a_slow_loop():
-    args, data, _, net, _ = world(3, 20, conf_threshold=0.5)
-    net.classifier.weight.data *= 30  # predictions that differ
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    prior, kept, pseudo_label, found = feddb.label_pool(args, 1, 0, data, net, batch_size=7)
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())  # no statistics move
-    pool = data.pool(0)
-    draws = common.stream(args.seed, "pool", 1, 0).random((23, common.WEAK_DRAWS), dtype=np.float32)
-    prob = []
+def weak_predictions(args, data, net):
+    """What the frozen model says of the weak view of each image of client 0's pool, one after the other."""
+    pool, prob = data.pool(0), []
+    draws = common.stream(args.seed, "pool", 1, 0).random((len(pool), common.WEAK_DRAWS), dtype=np.float32)
     for index, draw in zip(pool, draws):
         view = common.weak_view(data.images[[index]], torch.from_numpy(draw[None]), args.flip)
         prob.append(net.eval()(common.normalise(view, *data.stats))[1].softmax(1)[0].detach())
+    return prob
+
+
+def test_with_an_even_prior_the_pool_is_labelled_as_by_gpl():
+    args, data, _, net, _ = world(10, 60, prior_floor=1, tau=0.6)
+    net.classifier.weight.data *= 30
+    prior, kept, pseudo_label, _ = feddb.label_pool(args, 1, 0, data, net)
+    prob = torch.stack(weak_predictions(args, data, net))
+    label, used = fixmatch.pseudo_labels(prob, prob, "global", 0.6)
+    assert torch.equal(kept, torch.from_numpy(data.pool(0))[used]) and torch.equal(pseudo_label, label[used])
+    assert 0 < used.sum() < 70 and prior.max() > 0.3  # debiasing would have done something
+    args.prior_floor = 1e-6
+    assert not torch.equal(feddb.label_pool(args, 1, 0, data, net)[1], kept)
+
+
+def test_label_pool_against_a_slow_loop():
+    args, data, _, net, _ = world(3, 20, conf_threshold=0.5)
+    net.classifier.weight.data *= 30  # predictions that differ
+    before = tiny_state(net)
+    prior, kept, pseudo_label, found = feddb.label_pool(args, 1, 0, data, net, batch_size=7)
+    assert equal(tiny_state(net), before)  # no statistics move
+    pool, prob = data.pool(0), weak_predictions(args, data, net)
     mean = sum(prob) / 23
     torch.testing.assert_close(prior, mean, rtol=1e-4, atol=1e-6)
     expected, counts = [], [20, 0, 0, 0]
@@ -327,8 +325,7 @@ def test_server_averages_by_the_priors_and_not_by_size(exact):
 
 def test_run_columns_bytes_and_thresholds(tmp_path):
     every = METHOD.train(tmp_path, "--tau", 0, *SMALL, name="every")
-    state = checkpoint(every)["state"]
-    size = sum(value.numel() * value.element_size() for value in state.values())
+    size = n_bytes(state(every))
     for row in rows(every):
         assert int(row["bytes_down"]) == 3 * size and int(row["bytes_up"]) == 3 * (size + 4 * 10)
         assert row["pl_used_pct"] == "100" and row["pl_used_acc_pct"] == row["pl_acc_pct"] != ""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, rows
+from scripts import equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import metrics, same_parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 from baselines import feddure, fixmatch
 
@@ -94,29 +95,13 @@ def test_soft_loss():
 # ---- one step -----------------------------------------------------------------------------------------------------
 
 
-def world(n_labelled, n_unlabelled, classes=4, **settings):
+def world(n_labelled, n_unlabelled, **settings):
     """Two clients: one of the given size, one of 40 images. Returns client_update's arguments but the client."""
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-    args = feddure.parse_args([*METHOD.short, "--batch-size=8", *flags])
-    args.amp = False
-    rng = np.random.default_rng(0)
-    total = n_labelled + n_unlabelled + 40
-    order = rng.permutation(total)
-    data = feddure.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, classes - 1, total)),
-        [order[:n_labelled], order[-10:]],
-        [order[n_labelled : n_labelled + n_unlabelled], order[-40:-10]],
-        ((0.5,) * 3, (0.3,) * 3),
-    )
-    torch.manual_seed(0)
-    nets = [feddure.ResNet8(classes, args.width).to(memory_format=torch.channels_last) for _ in range(2)]
-    optimizers = [
-        torch.optim.SGD(net.parameters(), lr, args.momentum, weight_decay=args.weight_decay)
-        for net, lr in zip(nets, (args.lr, args.coarse_lr))
-    ]
-    received = feddure.Broadcast({name: value.clone() for name, value in nets[0].state_dict().items()})
-    return args, data, received, *nets, *optimizers
+    args = tiny_args(METHOD, **settings)
+    nets = tiny_nets(feddure, args, 2)
+    optimizers = [sgd(args, net, lr=lr) for net, lr in zip(nets, (args.lr, args.coarse_lr))]
+    received = feddure.Broadcast(tiny_state(nets[0]))
+    return args, tiny_data(feddure, (n_labelled, n_unlabelled), (10, 30)), received, *nets, *optimizers
 
 
 def update(client, args, data, received, *rest):
@@ -178,7 +163,7 @@ def test_regulate_against_a_slow_step():
     optimizer.step()
     weight = slow_fine(prob).detach()
     before = F.cross_entropy(by_batch(slow, lab), label)
-    optimizer = torch.optim.SGD(parameters, args.lr, args.momentum, weight_decay=args.weight_decay)
+    optimizer = sgd(args, slow)
     optimizer.zero_grad()
     (sum(w * F.cross_entropy(logits[[i]], pseudo_label[[i]]) for i, w in enumerate(weight)) / 10).backward()
     optimizer.step()
@@ -305,16 +290,18 @@ def test_running_statistics_of_the_coarse_regulator_are_never_read(variant):
 # ---- a client -----------------------------------------------------------------------------------------------------
 
 
-def same_parameters(upload, received):
-    names = [name for name in received.state if name.endswith(("weight", "bias"))]
-    return all(torch.equal(upload.state[name], received.state[name]) for name in names)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rate_0_returns_the_broadcast_parameters(variant):
     setting = world(6, 30, variant=variant, lr=0)
     assert setting[0].coarse_lr == 0
     assert same_parameters(update(0, *setting), setting[2])
+
+
+def test_without_labels_the_regulators_rest():
+    for n_labelled in (0, 6):
+        found = metrics(feddure, update(0, *world(n_labelled, 20)))
+        assert found["steps"] > 0 and (found["gain"] != 0) == (found["loss_fine"] > 0) == (n_labelled > 0)
+        assert n_labelled or found["gain"] == found["loss_fine"] == found["loss_gain"] == 0
 
 
 def test_weight_1_gain_0_ramp_1_is_lpl_all_bit_by_bit(monkeypatch):
@@ -326,11 +313,10 @@ def test_weight_1_gain_0_ramp_1_is_lpl_all_bit_by_bit(monkeypatch):
     args, data, received, net, coarse, *optimizers = world(6, 18, coarse_lr=0, warm_up=0)
     monkeypatch.setattr(feddure, "FineRegulator", Certain)
     ours = feddure.client_update(args, 1, 0, data, received, net, coarse, *optimizers)
-    theirs = fixmatch.parse_args([*METHOD.short, "--batch-size=8", "--teacher", "local", "--tau", "0"])
-    theirs.amp = False
+    theirs = tiny_args(find_method("baselines/fixmatch.py"), teacher="local", tau=0)
     broadcast = fixmatch.Broadcast(received.state, torch.full((4,), 0.25, dtype=F64))
     parent = fixmatch.client_update(theirs, 1, 0, data, broadcast, net, coarse, optimizers[0])
-    assert all(torch.equal(value, parent.state[name]) for name, value in ours.state.items())
+    assert equal(ours.state, parent.state)
     assert not same_parameters(ours, received)
     monkeypatch.undo()
     other = feddure.client_update(args, 1, 0, data, received, net, coarse, *optimizers)
@@ -373,7 +359,7 @@ def test_regulators_start_anew_for_each_client_and_round(monkeypatch):
     torch.manual_seed(99)
     b = update(0, *setting)  # the same after another client, wherever torch's own generator stands
     feddure.client_update(setting[0], 2, 0, *setting[1:])
-    assert all(torch.equal(value, b.state[name]) for name, value in a.state.items())
+    assert equal(a.state, b.state)
     assert (
         torch.equal(first[0], first[2]) and not torch.equal(first[0], first[1]) and not torch.equal(first[0], first[3])
     )
@@ -385,8 +371,7 @@ def test_regulators_start_anew_for_each_client_and_round(monkeypatch):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_run_columns_bytes_and_secret_labels(tmp_path, monkeypatch, variant):
     plain = METHOD.train(tmp_path, "--variant", variant, *SMALL, name="plain")
-    state = checkpoint(plain)["state"]
-    size = sum(value.numel() * value.element_size() for value in state.values())
+    size = n_bytes(state(plain))
     assert len(rows(plain)) == 1
     for row in rows(plain):
         assert int(row["bytes_down"]) == int(row["bytes_up"]) == 3 * size
@@ -404,7 +389,7 @@ def test_run_columns_bytes_and_secret_labels(tmp_path, monkeypatch, variant):
 
     monkeypatch.setattr(feddure, "prepare_data", falsified)
     other = METHOD.train(tmp_path, "--variant", variant, *SMALL, name="other")
-    assert all(torch.equal(value, state[name]) for name, value in checkpoint(other)["state"].items())
+    assert equal(state(other), state(plain))
     assert rows(plain)[0]["pl_acc_pct"] != rows(other)[0]["pl_acc_pct"]
 
 

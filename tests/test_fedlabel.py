@@ -1,13 +1,14 @@
 """baselines/fedlabel.py: expertise and losses by slow loops, identities with FixMatch and FedAvg, both phases, bytes."""
 
+import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, equal, rows
+from scripts import equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import metrics, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 import common
 from baselines import fedavg, fedlabel, fixmatch
@@ -141,20 +142,13 @@ def test_without_the_pull_and_with_local_experts_alone_it_is_lpl_bit_by_bit(tmp_
     flags = ["--tau", 0.3, "--rounds", 1, "--batch-size", 8]
     mine = METHOD.train(tmp_path, "--lambda-agree", 0, *flags, name="mine")
     other = FIXMATCH.train(tmp_path, "--teacher", "local", *flags, name="other")
-    assert equal(checkpoint(mine)["state"], checkpoint(other)["state"])
+    assert equal(state(mine), state(other))
     for a, b in zip(rows(mine), rows(other)):
         assert all(a[key] == b[key] for key in a if key in b) and float(a["pl_used_pct"]) > 5
 
 
-def test_without_the_unlabelled_loss_plug_ins_are_those_of_fixmatch(tmp_path):
-    flags = ["--lambda-u", 0, "--tau", 0.3, "--rounds", 1, *PLUG_IN]
-    mine, other = METHOD.train(tmp_path, *flags, name="mine"), FIXMATCH.train(tmp_path, *flags, name="other")
-    a, b = checkpoint(mine), checkpoint(other)
-    assert equal(a["state"], b["state"]) and equal(a["class_prior"], b["class_prior"])
-
-
 def test_gradient_goes_through_labelled_and_strong_rows_alone(monkeypatch):
-    args = fedlabel.parse_args([*METHOD.short, "--batch-size=8", "--tau", "0.5"])
+    args = tiny_args(METHOD, tau=0.5)
     student = 3 * torch.randn(26, 4, generator=torch.Generator().manual_seed(0))
     teacher = 3 * torch.randn(10, 4, generator=torch.Generator().manual_seed(1))
     student.requires_grad_()
@@ -179,32 +173,17 @@ def test_gradient_goes_through_labelled_and_strong_rows_alone(monkeypatch):
 # ---- two phases ---------------------------------------------------------------------------------------------------
 
 
-def world(n_labelled, n_unlabelled, *flags, classes=4):
+def world(n_labelled, n_unlabelled, *flags):
     """Arguments of an update of client 0, who has so many images: (args, rnd, client, data, received), networks."""
-    args = fedlabel.parse_args([*METHOD.short, "--batch-size=8", *map(str, flags)])
-    args.amp = False
-    rng, total = np.random.default_rng(0), max(1, n_labelled + n_unlabelled)
-    order = rng.permutation(n_labelled + n_unlabelled)
-    data = fedlabel.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, classes, total)),
-        [order[:n_labelled]],
-        [order[n_labelled:]],
-        ((0.5,) * 3, (0.3,) * 3),
-    )
-    torch.manual_seed(0)
-    nets = [fedlabel.ResNet8(classes, 8) for _ in range(3)]
-    received = fedlabel.Broadcast(
-        {name: value.clone() for name, value in nets[0].state_dict().items()},
-        torch.full((classes,), 1 / classes, dtype=torch.float64),
-    )
-    optimizer = torch.optim.SGD(nets[0].parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    return (args, 1, 0, data, received), nets, optimizer
+    args = tiny_args(METHOD, *flags)
+    nets = tiny_nets(fedlabel, args, 3)
+    received = fedlabel.Broadcast(tiny_state(nets[0]), torch.full((4,), 0.25, dtype=torch.float64))
+    return (args, 1, 0, tiny_data(fedlabel, (n_labelled, n_unlabelled)), received), nets, sgd(args, nets[0])
 
 
 def two_phase(n_labelled, n_unlabelled, *flags):
     given, nets, optimizer = world(n_labelled, n_unlabelled, "--two-phase", *flags)
-    before = {name: value.clone() for name, value in given[4].state.items()}
+    before = copy.deepcopy(given[4].state)
     upload = fedlabel.two_phase_update(*given, *nets, optimizer)
     assert equal(given[4].state, before)  # the broadcast stays as it is
     return given, upload, nets
@@ -239,7 +218,7 @@ def test_both_changes_add_up_and_the_statistics_are_their_mean():
         assert value.dtype == start[name].dtype
         if not name.endswith(("bias", "tracked")):
             assert change_l.any() and change_u.any(), name
-    steps = dict(zip(fedlabel.METRICS, upload.metrics.tolist()))
+    steps = metrics(fedlabel, upload)
     assert steps["sup_steps"] == 2 * 6 and steps["steps"] == 6  # 49 images, batches of 8
     assert upload.state["bn1.num_batches_tracked"] == 18 and steps["loss_sup"] > 0 and steps["loss_unsup"] > 0
 
@@ -277,7 +256,7 @@ def test_phase_2_replayed_by_hand():
     list(fedlabel.labelled_batches(args, data, 0, rng))  # phase 1 drew from the same stream
     student, partial = fedlabel.ResNet8(4, 8), 0
     student.load_state_dict(received.state)
-    optimizer = torch.optim.SGD(student.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    optimizer = sgd(args, student)
     for _, batch in fedlabel.unlabelled_batches(args, data, 0, rng):
         weak, strong = batch.views[:16], batch.views[16:]
         with torch.no_grad():
@@ -301,14 +280,15 @@ def test_r_counts_labelled_images_and_those_kept_when_last_seen():
         _, upload, _ = two_phase(9, 40, "--tau", threshold, "--unlabelled-epochs", 4)
         assert upload.weight == 9 + kept
     given, upload, nets = two_phase(0, 49, "--tau", 0.3, "--local-epochs", 4)
-    metrics = dict(zip(fedlabel.METRICS, upload.metrics.tolist()))
-    assert 0 < upload.weight < 49 and metrics["used"] > upload.weight  # of each image the last look alone
+    assert (
+        0 < upload.weight < 49 and metrics(fedlabel, upload)["used"] > upload.weight
+    )  # of each image the last look alone
 
 
 def test_images_whose_label_the_client_owns_count_in_no_pseudo_label_figure():
     _, upload, _ = two_phase(9, 7, "--tau", 0)
-    metrics = dict(zip(fedlabel.METRICS, upload.metrics.tolist()))
-    assert metrics["images"] == metrics["used"] == 2 * 7  # two steps of all 16 images
+    found = metrics(fedlabel, upload)
+    assert found["images"] == found["used"] == 2 * 7  # two steps of all 16 images
 
 
 def test_without_labels_both_teachers_are_the_broadcast_model_and_agree(monkeypatch):
@@ -329,8 +309,8 @@ def test_the_server_adds_changes_weighted_by_r():
             value.data += torch.randn_like(value)
         change = {name: value.double() - received.state[name] for name, value in net.state_dict().items()}
         want = {name: value + r / 12 * change[name] for name, value in want.items()}
-        state = {name: value.clone() for name, value in net.state_dict().items()}
-        uploads.append(fedlabel.Upload(state, torch.zeros(4), torch.tensor(r, dtype=torch.float64), torch.zeros(10)))
+        r = torch.tensor(r, dtype=torch.float64)
+        uploads.append(fedlabel.Upload(tiny_state(net), torch.zeros(4), r, torch.zeros(10)))
     got = fedlabel.server_update(args, 1, received, uploads).state
     for name, value in got.items():
         torch.testing.assert_close(value.double(), want[name], rtol=1e-5, atol=1e-6)
@@ -344,7 +324,7 @@ def test_the_server_adds_changes_weighted_by_r():
 @pytest.mark.parametrize("flags, up, down", [([], 0, 0), (PLUG_IN, 40, 40), (["--two-phase"], 4, 0)])
 def test_bytes_and_empty_cells(tmp_path, flags, up, down):
     folder = METHOD.train(tmp_path, "--tau", 1.5, "--rounds", 1, *flags)
-    size = sum(value.numel() * value.element_size() for value in checkpoint(folder)["state"].values())
+    size = n_bytes(state(folder))
     (row,) = rows(folder)
     assert row["clients_trained"] == "3" and row["bytes_up"] == str(3 * (size + up))
     assert row["bytes_down"] == str(3 * (size + down))
@@ -356,7 +336,7 @@ def test_clients_of_r_0_still_exchange_models(tmp_path):
     """Of 60 clients many own no label or no image; nothing is kept."""
     flags = ["--partition", "dirichlet", "--alpha", 0.001, "--clients", 60, "--clients-per-round", 20, "--two-phase"]
     folder = METHOD.train(tmp_path, *flags, "--tau", 1.5, "--rounds", 1)
-    size = sum(value.numel() * value.element_size() for value in checkpoint(folder)["state"].values())
+    size = n_bytes(state(folder))
     (row,) = rows(folder)
     trained, empty = int(row["clients_trained"]), int(row["clients_empty"])
     assert trained + empty == 20 and empty > 0

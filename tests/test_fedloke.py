@@ -3,12 +3,12 @@
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, rows
+from scripts import checkpoint, equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import metrics, parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 import common
 from baselines import fedavg, fedloke
@@ -21,51 +21,23 @@ def train(out_dir, *flags, **kwargs):
     return METHOD.train(out_dir, "--train-subset", 80, "--mu", 1, *flags, **kwargs)
 
 
-def world(n_labelled=5, n_unlabelled=20, seed=0, **settings):
+def world(n_labelled=5, n_unlabelled=20, **settings):
     """One client's arguments of client_update: all by name, so that a test can change some."""
-    args = fedloke.parse_args(
-        [*METHOD.short, "--batch-size=8", *(f"--{key.replace('_', '-')}={value}" for key, value in settings.items())]
-    )
-    args.amp = False
-    rng = np.random.default_rng(seed)
-    total = n_labelled + n_unlabelled
-    order = rng.permutation(total)
-    data = fedloke.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, 4, total)),
-        [order[:n_labelled]],
-        [order[n_labelled:]],
-        ((0.5,) * 3, (0.3,) * 3),
-    )
-    torch.manual_seed(seed)
-    net, personal_net = (fedloke.ResNet8(4, args.width).to(memory_format=torch.channels_last) for _ in range(2))
-    optimizer = torch.optim.SGD(
-        [*net.parameters(), *personal_net.parameters()], args.lr, args.momentum, weight_decay=args.weight_decay
-    )
-    state, personal = (
-        {name: value.clone() for name, value in each.state_dict().items()} for each in (net, personal_net)
-    )
+    args = tiny_args(METHOD, **settings)
+    net, personal_net = tiny_nets(fedloke, args, 2)
     return SimpleNamespace(
         args=args,
-        data=data,
-        received=fedloke.Broadcast(state),
-        personal=personal,
+        data=tiny_data(fedloke, (n_labelled, n_unlabelled)),
+        received=fedloke.Broadcast(tiny_state(net)),
+        personal=tiny_state(personal_net),
         net=net,
         personal_net=personal_net,
-        optimizer=optimizer,
+        optimizer=sgd(args, net, personal_net),
     )
 
 
 def update(w, rnd=2):
     return fedloke.client_update(w.args, rnd, 0, w.data, w.received, w.personal, w.net, w.personal_net, w.optimizer)
-
-
-def parameters(state):
-    return {name: value for name, value in state.items() if "running" not in name and "tracked" not in name}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ---- blending, warm-up, distillation ------------------------------------------------------------------------------
@@ -79,8 +51,8 @@ def test_blend():
     for name in ("w", "running_var"):
         assert torch.allclose(blended[name], 0.9 * phi[name] + 0.1 * theta[name])
     assert blended["n"] == 7 and blended["n"].dtype == torch.int64
-    assert same(fedloke.blend(phi, theta, 0.0), theta | {"n": phi["n"]})
-    assert same(fedloke.blend(phi, theta, 1.0), phi)
+    assert equal(fedloke.blend(phi, theta, 0.0), theta | {"n": phi["n"]})
+    assert equal(fedloke.blend(phi, theta, 1.0), phi)
 
 
 def test_warm_up_counts_from_0():
@@ -192,7 +164,7 @@ def test_losses_are_those_of_the_views():
             assert torch.equal(values["pseudo_label"], answers["phi", "weak"].argmax(1))
     assert total.item() == pytest.approx(expected, rel=1e-4)
     for net, other in ((w.net, twin.net), (w.personal_net, twin.personal_net)):  # training mode, this very order
-        assert same(net.state_dict(), other.state_dict()) and net.bn1.num_batches_tracked == 3
+        assert equal(net.state_dict(), other.state_dict()) and net.bn1.num_batches_tracked == 3
 
 
 def test_no_threshold_passed_or_first_round_leaves_the_labelled_losses():
@@ -221,11 +193,10 @@ def test_without_distillation_both_models_follow_fedavg(monkeypatch):
                 yield batch.views[model : model + 8], batch.label
 
         monkeypatch.setattr(fedavg, "local_batches", batches)
-        net = fedloke.ResNet8(4, w.args.width).to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(net.parameters(), w.args.lr, w.args.momentum, weight_decay=w.args.weight_decay)
+        (net,) = tiny_nets(fedloke, w.args, 1)
         args = SimpleNamespace(**vars(w.args), prox_mu=0)
-        expected = fedavg.client_update(args, 2, 0, w.data, fedloke.Broadcast(first), net, optimizer).state
-        assert same(parameters(got), parameters(expected)) and not same(parameters(got), parameters(first))
+        expected = fedavg.client_update(args, 2, 0, w.data, fedloke.Broadcast(first), net, sgd(w.args, net)).state
+        assert equal(parameters(got), parameters(expected)) and not equal(parameters(got), parameters(first))
         assert not torch.equal(got["bn1.running_mean"], expected["bn1.running_mean"])
 
 
@@ -242,19 +213,25 @@ def test_gradient_entries_are_clipped():
     assert most == pytest.approx(0.01, rel=1e-3) and moved.count(0.01) > 4  # both models, entry by entry
 
 
+def test_without_labels_the_models_teach_each_other_alone():
+    upload = update(world(n_labelled=0, entropy_threshold=9))
+    found = metrics(fedloke, upload)
+    assert found["loss_sup"] == found["sup_steps"] == 0 and found["loss_unsup"] > 0 and found["loss_personal"] > 0
+
+
 def test_lr_0_returns_the_download_and_the_blend():
     w = world(lr=0)
     upload = update(w)
-    assert same(parameters(upload.state), parameters(w.received.state))
-    assert same(parameters(upload.personal), parameters(fedloke.blend(w.personal, w.received.state, 0.9)))
+    assert equal(parameters(upload.state), parameters(w.received.state))
+    assert equal(parameters(upload.personal), parameters(fedloke.blend(w.personal, w.received.state, 0.9)))
 
 
 def test_a_client_leaves_the_broadcast_and_its_old_model_alone():
     w, before = world(), world()
     first = update(w)
-    assert same(w.received.state, before.received.state) and same(w.personal, before.personal)
+    assert equal(w.received.state, before.received.state) and equal(w.personal, before.personal)
     again = update(w)  # no momentum is left of the first visit
-    assert same(first.state, again.state) and same(first.personal, again.personal)
+    assert equal(first.state, again.state) and equal(first.personal, again.personal)
     shared = {value.data_ptr() for value in [*w.net.state_dict().values(), *w.personal_net.state_dict().values()]}
     assert not shared & {value.data_ptr() for value in [*first.state.values(), *first.personal.values()]}
 
@@ -285,20 +262,19 @@ def test_personal_models_stay_with_their_clients(tmp_path, monkeypatch, first_vi
     for rnd, client, broadcast, personal, upload in calls:
         late += client not in left and rnd > 1
         known += client in left
-        assert same(personal, left.get(client, initial if first_visit == "initial" else broadcast))
+        assert equal(personal, left.get(client, initial if first_visit == "initial" else broadcast))
         left[client] = upload.personal
     assert late and known and len(calls) == 10
     saved = checkpoint(folder)["personal"]
     assert saved.keys() == {str(client) for client in left}
-    assert all(same(saved[str(client)], personal) for client, personal in left.items())
+    assert all(equal(saved[str(client)], personal) for client, personal in left.items())
 
 
 def test_bytes_are_those_of_one_model_each_way(tmp_path):
     folder = train(tmp_path)
-    size = sum(value.numel() * value.element_size() for value in checkpoint(folder)["state"].values())
+    size = n_bytes(state(folder))
     assert [(row["bytes_up"], row["bytes_down"]) for row in rows(folder)] == [(str(3 * size), str(3 * size))] * 2
-    net = fedloke.ResNet8(10)
-    assert sum(value.numel() * value.element_size() for value in net.state_dict().values()) == 4_921_200
+    assert n_bytes(fedloke.ResNet8(10).state_dict()) == 4_921_200
 
 
 def test_the_test_set_meets_the_average_of_the_shared_models(tmp_path, monkeypatch):
@@ -309,7 +285,7 @@ def test_the_test_set_meets_the_average_of_the_shared_models(tmp_path, monkeypat
     train(tmp_path, "--rounds", 1)
     uploads = [call[-1] for call in calls]
     expected = fedloke.average([each.state for each in uploads], torch.stack([each.weight for each in uploads]))
-    assert same(tested[0], expected) and not same(expected, uploads[0].personal)
+    assert equal(tested[0], expected) and not equal(expected, uploads[0].personal)
 
 
 def test_clients_without_images_and_thresholds_at_their_ends(tmp_path):

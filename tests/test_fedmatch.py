@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, rows
+from scripts import checkpoint, equal, n_bytes, rows
 from scripts import method as find_method
+from worlds import parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 import common
 from baselines import fedavg, fedmatch
@@ -22,43 +23,26 @@ def train(out_dir, *flags, **kwargs):
     return METHOD.train(out_dir, "--train-subset", 80, "--mu", 1, *flags, **kwargs)
 
 
-def world(n_labelled=5, n_unlabelled=20, seed=0, **settings):
+def world(n_labelled=5, n_unlabelled=20, **settings):
     """One client's arguments of client_update: all by name, so that a test can change some."""
-    args = fedmatch.parse_args(
-        [*METHOD.short, "--batch-size=8", *(f"--{key.replace('_', '-')}={value}" for key, value in settings.items())]
-    )
-    args.amp = False
-    rng = np.random.default_rng(seed)
-    total = n_labelled + n_unlabelled
-    order = rng.permutation(total)
-    data = fedmatch.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, 4, total)),
-        [order[:n_labelled]],
-        [order[n_labelled:]],
-        ((0.5,) * 3, (0.3,) * 3),
-    )
-    torch.manual_seed(seed)
-    nets = [fedmatch.ResNet8(4, args.width).to(memory_format=torch.channels_last) for _ in range(2 + args.helpers)]
-    state = {name: value.clone() for name, value in nets[0].state_dict().items()}
+    args = tiny_args(METHOD, **settings)
+    net, psi_net, *helper_nets = tiny_nets(fedmatch, args, 2 + args.helpers)
+    state = tiny_state(net)
     state["bn1.running_mean"] += 0.1  # statistics that are not the initial ones
-    psi = {name: args.psi_factor * state[name] for name in fedmatch.decomposed(nets[0])}
+    psi = {name: args.psi_factor * state[name] for name in fedmatch.decomposed(net)}
     return SimpleNamespace(
-        args=args, data=data, received=fedmatch.Broadcast(state, psi), helper_psi=[], net=nets[0], psi_net=nets[1],
-        helper_nets=nets[2:],
-    )  # fmt: skip
+        args=args,
+        data=tiny_data(fedmatch, (n_labelled, n_unlabelled)),
+        received=fedmatch.Broadcast(state, psi),
+        helper_psi=[],
+        net=net,
+        psi_net=psi_net,
+        helper_nets=helper_nets,
+    )
 
 
 def update(w, rnd=2):
     return fedmatch.client_update(w.args, rnd, 0, w.data, w.received, w.helper_psi, w.net, w.psi_net, w.helper_nets)
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def is_statistic(name):
-    return "running" in name or "tracked" in name
 
 
 def leaves(w):
@@ -89,7 +73,7 @@ def test_supervised_step_reaches_sigma_alone_and_computes_the_sum():
     loss.backward()
     assert all(part.grad is None for part in psi.values())
     assert all(value.grad is not None and value.grad.abs().sum() > 0 for value in w.net.parameters())
-    summed = fedmatch.ResNet8(4, w.args.width).to(memory_format=torch.channels_last)
+    (summed,) = tiny_nets(fedmatch, w.args, 1)
     summed.load_state_dict(fedmatch.joint(world().net.state_dict(), w.received.psi))
     expected = F.cross_entropy(summed(views)[1], label)
     expected.backward()
@@ -99,25 +83,24 @@ def test_supervised_step_reaches_sigma_alone_and_computes_the_sum():
     assert torch.equal(w.net.bn1.running_mean, summed.bn1.running_mean)  # it is the forward that counts
 
 
-def helpers_of(w, seed=5):
-    torch.manual_seed(seed)
-    return [fedmatch.ResNet8(4, w.args.width).to(memory_format=torch.channels_last).eval() for _ in range(2)]
-
-
 @pytest.mark.parametrize("n_helpers", [0, 1, 2])
 @pytest.mark.parametrize("threshold", [0.0, 0.41, 2.0])
 def test_unsupervised_step_reaches_psi_alone_and_follows_its_equation(n_helpers, threshold):
     w = world(conf_threshold=threshold, lambda_i=0.7, lambda_a=0.6, lambda_1=0.01, lambda_2=0.02)
-    psi, views, helpers = leaves(w), some_views(16), helpers_of(w)[:n_helpers]
+    psi, views, helpers = (
+        leaves(w),
+        some_views(16),
+        [net.eval() for net in tiny_nets(fedmatch, w.args, n_helpers, seed=5)],
+    )
     before = {name: value.clone() for name, value in w.net.state_dict().items()}
     w.net.train()
     loss, values = fedmatch.unsupervised_loss(w.args, w.net, w.psi_net.train(), psi, helpers, views)
     loss.backward()
     assert all(value.grad is None for net in (w.net, w.psi_net, *helpers) for value in net.parameters())
     assert all(part.grad.abs().sum() > 0 for part in psi.values())
-    assert same(w.net.state_dict(), before)  # neither statistics nor counters
+    assert equal(w.net.state_dict(), before)  # neither statistics nor counters
     # from the equation, one image after the other
-    summed = fedmatch.ResNet8(4, w.args.width).to(memory_format=torch.channels_last)
+    (summed,) = tiny_nets(fedmatch, w.args, 1)
     summed.load_state_dict(fedmatch.joint(before, w.received.psi))
     prob = summed(views)[1].double().softmax(1).tolist()
     asked = [helper(views[:8])[1].double().softmax(1).tolist() for helper in helpers]
@@ -172,8 +155,8 @@ def test_inter_client_loss_has_no_value_for_equal_answers_and_its_direction():
     gen = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 3, generator=gen, dtype=torch.float64, requires_grad=True)
     used = torch.tensor([True, False, True, True, False])
-    equal = logits.detach().softmax(1).expand(2, -1, -1)
-    assert fedmatch.inter_client_loss(logits, equal, used).item() == pytest.approx(0, abs=1e-12)
+    same = logits.detach().softmax(1).expand(2, -1, -1)
+    assert fedmatch.inter_client_loss(logits, same, used).item() == pytest.approx(0, abs=1e-12)
     helper_prob = torch.randn(2, 5, 3, generator=gen, dtype=torch.float64).softmax(2)
     fedmatch.inter_client_loss(logits, helper_prob, used).backward()
     wanted = (logits.softmax(1) - helper_prob.mean(0)).detach() * used[:, None] / 3  # of KL(helper || model)
@@ -220,13 +203,13 @@ def test_helpers_have_the_broadcast_sigma_and_statistics(monkeypatch):
     for step in asked:
         for (training, state), value in zip(step, (0.5, 0.25), strict=True):
             expected = {n: v + value if n in w.received.psi else v for n, v in w.received.state.items()}
-            assert not training and same(state, expected)
+            assert not training and equal(state, expected)
     w.helper_psi = w.helper_psi[:1]
     asked.clear()
     update(w)
     assert all(len(step) == 1 for step in asked)
     w.helper_psi = []
-    assert not same(update(w).psi, with_helpers.psi)
+    assert not equal(update(w).psi, with_helpers.psi)
 
 
 # ---- a client -----------------------------------------------------------------------------------------------------
@@ -244,14 +227,20 @@ def test_without_psi_it_is_fedavg(monkeypatch):
 
     monkeypatch.setattr(fedavg, "local_batches", batches)
     net = world().net
-    optimizer = torch.optim.SGD(net.parameters(), w.args.lr, w.args.momentum, weight_decay=w.args.weight_decay)
     args = SimpleNamespace(**vars(w.args), prox_mu=0)
-    expected = fedavg.client_update(args, 2, 0, w.data, fedavg.Broadcast(w.received.state), net, optimizer)
-    assert same(upload.state, expected.state) and not same(upload.state, w.received.state)
+    expected = fedavg.client_update(args, 2, 0, w.data, fedavg.Broadcast(w.received.state), net, sgd(w.args, net))
+    assert equal(upload.state, expected.state) and not equal(upload.state, w.received.state)
     other = {name: value + 1 for name, value in upload.state.items()}
     uploads = [upload, upload._replace(state=other, weight=torch.tensor(999.0, dtype=torch.float64))]
     plain = [each._replace(weight=torch.tensor(1.0, dtype=torch.float64)) for each in uploads]
-    assert same(fedmatch.server_update(w.received, uploads).state, fedavg.server_update(w.received, plain).state)
+    assert equal(fedmatch.server_update(w.received, uploads).state, fedavg.server_update(w.received, plain).state)
+
+
+def test_without_labels_psi_alone_moves():
+    w = world(n_labelled=0)
+    upload = update(w)
+    assert equal(upload.state, w.received.state)  # batch-norm statistics too: they are the labelled images'
+    assert all(not torch.equal(part, w.received.psi[name]) for name, part in upload.psi.items())
 
 
 def test_uniform_mean_of_both_parts_without_clients_that_could_not_train():
@@ -287,13 +276,13 @@ def test_weight_decay_and_order_of_the_two_steps():
 def test_a_client_leaves_the_broadcast_alone_and_keeps_no_momentum():
     w, before = world(), world()
     first, again = update(w), update(w)
-    assert same(w.received.state, before.received.state) and same(w.received.psi, before.received.psi)
-    assert same(first.state, again.state) and same(first.psi, again.psi)
-    assert not same(first.psi, w.received.psi)
+    assert equal(w.received.state, before.received.state) and equal(w.received.psi, before.received.psi)
+    assert equal(first.state, again.state) and equal(first.psi, again.psi)
+    assert not equal(first.psi, w.received.psi)
     assert not {v.data_ptr() for v in w.net.state_dict().values()} & {v.data_ptr() for v in first.state.values()}
     still = update(world(lr=0))
-    assert same(still.psi, w.received.psi)
-    assert all(torch.equal(still.state[n], v) for n, v in w.received.state.items() if not is_statistic(n))
+    assert equal(still.psi, w.received.psi)
+    assert equal(parameters(still.state), parameters(w.received.state))
 
 
 # ---- sparse counts, vectors ---------------------------------------------------------------------------------------
@@ -302,7 +291,7 @@ def test_a_client_leaves_the_broadcast_alone_and_keeps_no_momentum():
 def test_vectors_and_thresholds():
     psi = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor([5e-6, -6e-6, 0.0])}
     vector = fedmatch.to_vector({"a": psi["a"], "b": psi["b"], "other": torch.ones(9)}, psi)
-    assert vector.shape == (9,) and same(fedmatch.from_vector(vector, psi), psi)
+    assert vector.shape == (9,) and equal(fedmatch.from_vector(vector, psi), psi)
     small = fedmatch.without_small({"a": torch.tensor([5e-6, -6e-6, -5e-6, 1.0])}, 5e-6)["a"]
     assert torch.equal(small, torch.tensor([0, -6e-6, 0, 1.0]))
     assert fedmatch.differing(torch.tensor([0.0, 1e-4, -1e-4, 4e-5]), torch.tensor([1e-4, 1e-4, 1e-4, 0.0]), SENT) == 2
@@ -360,7 +349,7 @@ def test_helpers_bytes_and_what_the_server_keeps(tmp_path, monkeypatch):
     first, end, helped = calls[0][2], checkpoint(folder), {1: 0, 2: 0, 3: 0, 4: 0}
     assert all(torch.allclose(1.2 * first.state[n], first.state[n] + psi) for n, psi in first.psi.items())
     entries = sum(psi.numel() for psi in first.psi.values())
-    size = sum(value.numel() * value.element_size() for value in first.state.values())
+    size = n_bytes(first.state)
     copies = {}
     for number, (rnd, client, _, helper_psi, upload) in enumerate(calls):
         helped[rnd] += len(helper_psi)
@@ -372,7 +361,7 @@ def test_helpers_bytes_and_what_the_server_keeps(tmp_path, monkeypatch):
             for _, other, _, _, sent in calls[number - 1 : number + 1]:
                 copies[other] = torch.stack([fedmatch.to_vector(part, sent.psi) for part in (sent.state, sent.psi)])
     assert helped[4] and not helped[1] and not helped[3]
-    assert same(end["copies"], {str(client): copy for client, copy in copies.items()})
+    assert equal(end["copies"], {str(client): copy for client, copy in copies.items()})
     assert end["answers"].keys() == end["copies"].keys()
     assert all(answer.sum() == pytest.approx(1) for answer in end["answers"].values())
     for row in rows(folder):
@@ -387,8 +376,8 @@ def test_helpers_bytes_and_what_the_server_keeps(tmp_path, monkeypatch):
             assert rest < int(row[f"bytes_{way}_sparse"]) <= int(row[f"bytes_{way}"])
             assert (int(row[f"bytes_{way}_sparse"]) - rest) % 4 == 0
     zeroed = {name: torch.where(psi.abs() <= 0.01, 0, psi) for name, psi in end["psi"].items()}
-    assert same(tested[-1], fedmatch.joint(end["state"], zeroed))
-    assert not same(tested[-1], fedmatch.joint(end["state"], end["psi"]))
+    assert equal(tested[-1], fedmatch.joint(end["state"], zeroed))
+    assert not equal(tested[-1], fedmatch.joint(end["state"], end["psi"]))
 
 
 def test_no_helpers_is_a_setting(tmp_path):

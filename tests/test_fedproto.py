@@ -3,11 +3,11 @@
 import contextlib
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from scripts import checkpoint, equal, rows, same_run
+from scripts import checkpoint, equal, n_bytes, rows, same_run, state
 from scripts import method as find_method
+from worlds import sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 from baselines import fedproto, fixmatch
 
@@ -189,23 +189,10 @@ def test_a_local_step_reads_nothing_back_to_the_host(monkeypatch):
 
 def world(n_labelled, n_unlabelled, *flags):
     """One client of the given size. Returns client_update's arguments but round and client."""
-    args = fedproto.parse_args([*METHOD.short, "--batch-size=8", *map(str, flags)])
-    args.amp = False
-    rng, size = np.random.default_rng(0), n_labelled + n_unlabelled
-    order = rng.permutation(size)
-    data = fedproto.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (size, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, 3, size)),
-        [order[:n_labelled]],
-        [order[n_labelled:]],
-        ((0.5,) * 3, (0.3,) * 3),
-    )
-    torch.manual_seed(0)
-    net, teacher = (fedproto.ResNet8(4, args.width).to(memory_format=torch.channels_last) for _ in range(2))
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    received = fedproto.Broadcast(state, torch.rand(4, 4 * args.width), torch.ones(4, dtype=torch.bool))
-    optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    return args, data, received, net, teacher, optimizer
+    args = tiny_args(METHOD, *flags)
+    net, teacher = tiny_nets(fedproto, args, 2)
+    received = fedproto.Broadcast(tiny_state(net), torch.rand(4, 4 * args.width), torch.ones(4, dtype=torch.bool))
+    return args, tiny_data(fedproto, (n_labelled, n_unlabelled)), received, net, teacher, sgd(args, net)
 
 
 def update(args, *rest):
@@ -248,13 +235,13 @@ def test_without_the_pull_and_in_round_1_it_is_fixmatch_with_global_labels(tmp_p
     without, pulled = (train(tmp_path, *flags, "--lambda-proto", weight, name=f"w{weight}") for weight in (0, 1))
     columns = ("test_acc_pct", "loss_sup", "loss_unsup", "pl_used_pct", "pl_acc_pct")
     table = [[[row[key] for key in columns] for row in rows(folder)] for folder in (plain, without, pulled)]
-    assert table[0] == table[1] and equal(checkpoint(plain)["state"], checkpoint(without)["state"])
+    assert table[0] == table[1] and equal(state(plain), state(without))
     assert table[2][0] == table[0][0] and table[2][1] != table[0][1]
     assert all(float(row["pl_used_pct"]) > 0 for row in rows(plain))
     assert [row["loss_proto"] for row in rows(without)] == ["", ""]
     assert rows(pulled)[0]["loss_proto"] == "" and float(rows(pulled)[1]["loss_proto"]) > 0
     plain, pulled = FIXMATCH.train(tmp_path, *flags, "--rounds", 1, name="f1"), train(tmp_path, *flags, "--rounds", 1)
-    assert equal(checkpoint(plain)["state"], checkpoint(pulled)["state"])
+    assert equal(state(plain), state(pulled))
 
 
 def test_variants_meet_where_every_image_or_none_is_confident(tmp_path):
@@ -273,12 +260,12 @@ def test_variants_meet_where_every_image_or_none_is_confident(tmp_path):
 
 def test_bytes_and_checkpoint(tmp_path):
     folder = train(tmp_path, *SMALL)
-    size = sum(value.numel() * value.element_size() for value in fedproto.ResNet8(10, 8).state_dict().values())
+    size = n_bytes(fedproto.ResNet8(10, 8).state_dict())
     assert all(row["bytes_up"] == row["bytes_down"] == str(3 * (size + 4 * 10 * 32 + 10)) for row in rows(folder))
-    state = checkpoint(folder)
-    assert state["prototype"].shape == (10, 32) and state["prototype"].dtype == torch.float32
-    assert state["known"].dtype == torch.bool and state["known"].any()
-    assert ((state["prototype"] > 0).any(1) == state["known"]).all() and (state["prototype"] >= 0).all()
+    saved = checkpoint(folder)
+    assert saved["prototype"].shape == (10, 32) and saved["prototype"].dtype == torch.float32
+    assert saved["known"].dtype == torch.bool and saved["known"].any()
+    assert ((saved["prototype"] > 0).any(1) == saved["known"]).all() and (saved["prototype"] >= 0).all()
 
 
 def test_help_names_the_reconstruction(capsys):

@@ -7,19 +7,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, equal, rows
+from scripts import checkpoint, equal, n_bytes, rows, state
 from scripts import method as find_method
-from test_fedavg import federated
+from worlds import numbered_data
 
 import common
 import proxyfl
 from baselines import fedlabel, fixmatch, sage
 
 METHOD, PROXYFL = find_method("baselines/fixmatch.py"), find_method("proxyfl.py")
-
-
-def state(folder):
-    return checkpoint(folder)["state"]
+FEW = "--train-subset 60 --batch-size 4 --clients-per-round 2".split()  # three steps a client
 
 
 # ---- pseudo-labels ------------------------------------------------------------------------------------------------
@@ -122,9 +119,11 @@ def test_without_its_weight_no_method_of_the_family_differs(tmp_path):
         "sage": [],
         "fedlabel": [],
         "fedproto": ["--lambda-proto", 0],
+        "feddure": ["--variant", "paper"],
     }
+    few = [*FEW, "--rounds", 1, "--lambda-u", 0]
     states = {
-        name: state(find_method(f"baselines/{name}.py").train(tmp_path, "--lambda-u", 0, *flags, name=name))
+        name: state(find_method(f"baselines/{name}.py").train(tmp_path, *few, *flags, name=name))
         for name, flags in settings.items()
     }
     assert all(equal(states["fixmatch"], other) for other in states.values())
@@ -134,16 +133,17 @@ def test_without_its_weight_no_method_of_the_family_differs(tmp_path):
 
 
 def test_without_its_weight_the_teacher_does_not_matter(tmp_path):
-    local, wide = (METHOD.train(tmp_path, "--lambda-u", 0, "--teacher", t, name=t) for t in ("local", "global"))
-    none = METHOD.train(tmp_path, "--tau", 1.5, name="none")
+    few = [*FEW, "--rounds", 1]
+    local, wide = (METHOD.train(tmp_path, *few, "--lambda-u", 0, "--teacher", t, name=t) for t in ("local", "global"))
+    none = METHOD.train(tmp_path, *few, "--tau", 1.5, name="none")
     assert equal(state(local), state(wide)) and equal(state(local), state(none))
     assert rows(none)[0]["loss_unsup"] == "0" and rows(none)[0]["pl_used_pct"] == "0"
-    everything = METHOD.train(tmp_path, "--tau", 0, "--teacher", "local", name="all")
+    everything = METHOD.train(tmp_path, *few, "--tau", 0, "--teacher", "local", name="all")
     assert rows(everything)[0]["pl_used_pct"] == "100" and not equal(state(everything), state(local))
 
 
 def test_fedprox_without_weight_is_lpl(tmp_path):
-    local = ["--teacher", "local", "--tau", 0.3]
+    local = [*FEW, "--rounds", 1, "--teacher", "local", "--tau", 0.3]
     plain = METHOD.train(tmp_path, *local, name="plain")
     tiny = METHOD.train(tmp_path, *local, "--prox-mu", 1e-42, name="tiny")
     pulled = METHOD.train(tmp_path, *local, "--prox-mu", 1, name="pulled")
@@ -186,7 +186,7 @@ def test_teachers_agree_where_the_models_do():
     ],
 )
 def test_with_its_modules_this_is_proxyfl_bit_for_bit(tmp_path, flags, same_in_proxyfl):
-    shared = ["--rounds", 2, "--batch-size", 8, "--gpt-epochs", 2, "--conf-threshold", 0.6]
+    shared = [*FEW, "--rounds", 2, "--gpt-epochs", 2, "--conf-threshold", 0.6]
     here = METHOD.train(tmp_path, *shared, *flags.split(), name="here")
     there = PROXYFL.train(tmp_path, *shared, *same_in_proxyfl.split(), name="there")
     assert equal(state(here), state(there))
@@ -245,15 +245,23 @@ def test_prior_and_proxies_of_the_server_are_those_of_proxyfl():
 
 
 def test_tuning_leaves_the_bias_and_bytes_count_the_extras(tmp_path):
-    plain = METHOD.train(tmp_path, "--rounds", 1, name="plain")
-    tuned = METHOD.train(tmp_path, "--rounds", 1, "--gpt", "--gpt-epochs", 2, name="tuned")
+    few = [*FEW, "--rounds", 1]
+    plain = METHOD.train(tmp_path, *few, name="plain")
+    tuned = METHOD.train(tmp_path, *few, "--gpt", "--gpt-epochs", 2, name="tuned")
     a, b = state(plain), state(tuned)
     assert {name for name in a if not torch.equal(a[name], b[name])} == {"classifier.weight"}
-    size = {heads: sum(v.numel() * v.element_size() for v in fixmatch.ResNet8(10, 8, heads).state_dict().values())
-            for heads in (False, True)}  # fmt: skip
-    assert rows(plain)[0]["bytes_up"] == rows(tuned)[0]["bytes_down"] == str(3 * size[False])
-    with_icpl = METHOD.train(tmp_path, "--rounds", 1, "--icpl", name="icpl")
-    assert rows(with_icpl)[0]["bytes_up"] == rows(with_icpl)[0]["bytes_down"] == str(3 * (size[True] + 4 * 10))
+    size = {heads: n_bytes(fixmatch.ResNet8(10, 8, heads).state_dict()) for heads in (False, True)}
+    assert rows(plain)[0]["bytes_up"] == rows(tuned)[0]["bytes_down"] == str(2 * size[False])
+    with_icpl = METHOD.train(tmp_path, *few, "--icpl", name="icpl")
+    assert rows(with_icpl)[0]["bytes_up"] == rows(with_icpl)[0]["bytes_down"] == str(2 * (size[True] + 4 * 10))
+
+
+@pytest.mark.parametrize("name", ["fedlabel", "sage"])
+def test_other_methods_have_the_same_modules(tmp_path, name):
+    flags = [*FEW] + "--lambda-u 0 --tau 0.3 --rounds 1 --gpt --icpl --gpt-epochs 2".split()
+    mine = find_method(f"baselines/{name}.py").train(tmp_path, *flags, name="mine")
+    a, b = checkpoint(mine), checkpoint(METHOD.train(tmp_path, *flags, name="other"))
+    assert equal(a["state"], b["state"]) and equal(a["class_prior"], b["class_prior"])
 
 
 # ---- batches ------------------------------------------------------------------------------------------------------
@@ -261,7 +269,7 @@ def test_tuning_leaves_the_bias_and_bytes_count_the_extras(tmp_path):
 
 def test_batches_show_the_images_they_name():
     args = fixmatch.parse_args(["--batch-size", "4", "--local-epochs", "2"])
-    data = federated([(5, 9), (3, 12)], fixmatch)
+    data = numbered_data(fixmatch, (5, 9), (3, 12))
     pool, passes = data.pool(1), []
     for _, batch in fixmatch.local_batches(args, data, 1, np.random.default_rng(0)):
         weak = (batch.views[4:12, 0, 4, 4] * 255).round().long()

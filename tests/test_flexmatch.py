@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, equal, rows
+from scripts import checkpoint, equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 import common
 from baselines import fixmatch, flexmatch
@@ -173,24 +174,15 @@ def test_a_local_step_reads_nothing_back_to_the_host(monkeypatch):
 
 def world(n_labelled, n_unlabelled, *flags, longest=60):
     """A client of the given size and an empty one. Returns client_update's arguments but the client."""
-    args = flexmatch.parse_args([*METHOD.short, "--batch-size=8", *map(str, flags)])
-    args.amp = False
-    rng, size = np.random.default_rng(0), n_labelled + n_unlabelled
-    order = rng.permutation(size)
-    data = flexmatch.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (size, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, 3, size)),
-        [order[:n_labelled], order[:0]],
-        [order[n_labelled:], order[:0]],
-        ((0.5,) * 3, (0.3,) * 3),
-    )
-    torch.manual_seed(0)
-    net = flexmatch.ResNet8(4, args.width).to(memory_format=torch.channels_last)
-    received = flexmatch.Broadcast({name: value.clone() for name, value in net.state_dict().items()})
-    curricula = flexmatch.Curricula(torch.full((2, longest), -1, dtype=torch.int16), torch.zeros(2, 4))
-    optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    args = tiny_args(METHOD, *flags)
+    (net,) = tiny_nets(flexmatch, args, 1)
     return SimpleNamespace(
-        args=args, data=data, received=received, curricula=curricula, net=net, optimizer=optimizer, size=size
+        args=args,
+        data=tiny_data(flexmatch, (n_labelled, n_unlabelled), (0, 0)),
+        received=flexmatch.Broadcast(tiny_state(net)),
+        curricula=flexmatch.Curricula(torch.full((2, longest), -1, dtype=torch.int16), torch.zeros(2, 4)),
+        net=net,
+        optimizer=sgd(args, net),
     )
 
 
@@ -236,7 +228,7 @@ def same_training(a, b):
     same_rows = [{key: row[key] for key in shared} for row in first] == [
         {key: row[key] for key in shared} for row in second
     ]
-    return same_rows and equal(checkpoint(a)["state"], checkpoint(b)["state"])
+    return same_rows and equal(state(a), state(b))
 
 
 def test_with_equal_classes_it_is_fixmatch_with_local_labels(tmp_path, monkeypatch):
@@ -264,21 +256,20 @@ def test_warm_up_holds_thresholds_down(tmp_path):
         for name in ("warm-up", "no-warm-up")
     )
     assert float(rows(on)[0]["threshold_mean"]) < float(rows(off)[0]["threshold_mean"])
-    assert checkpoint(on)["status"].amax() <= 1 and not equal(checkpoint(on)["state"], checkpoint(off)["state"])
+    assert checkpoint(on)["status"].amax() <= 1 and not equal(state(on), state(off))
 
 
 def test_run_folder_bytes_and_memory(tmp_path):
     folder = train(tmp_path, "--width", 8, "--tau", 0.5)
-    net = flexmatch.ResNet8(10, 8)
-    size = sum(value.numel() * value.element_size() for value in net.state_dict().values())
+    size = n_bytes(flexmatch.ResNet8(10, 8).state_dict())
     assert all(row["bytes_up"] == row["bytes_down"] == str(3 * size) for row in rows(folder))  # no word of the memory
-    state = checkpoint(folder)
-    assert state["memory"].shape == (4, 50) and state["memory"].dtype == torch.int16
-    assert -1 <= state["memory"].min() and state["memory"].max() < 10
+    saved = checkpoint(folder)
+    assert saved["memory"].shape == (4, 50) and saved["memory"].dtype == torch.int16
+    assert -1 <= saved["memory"].min() and saved["memory"].max() < 10
     found = [float(row["threshold_mean"]) for row in rows(folder)]
     assert all(0 < value < 0.5 for value in found)
     selected = common.stream(1, "sampling", 2).choice(4, 3, replace=False)
-    last = flexmatch.class_thresholds(state["status"][selected], 0.5).mean().item()
+    last = flexmatch.class_thresholds(saved["status"][selected], 0.5).mean().item()
     assert found[1] == pytest.approx(last, rel=1e-4)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import GOLDEN
+from scripts import n_bytes
 
 import common
 import proxyfl
@@ -40,7 +41,7 @@ def test_resnet8_names_shapes_and_counts(kind, heads, classes):
     assert [[name, list(p.shape)] for name, p in net.named_parameters()] == official["parameters"]
     assert list(net.state_dict()) == official["state_keys_in_order"]
     assert sum(p.numel() for p in net.parameters()) == official["n_parameters"]
-    size = sum(value.numel() * value.element_size() for value in net.state_dict().values())
+    size = n_bytes(net.state_dict())
     assert (
         size
         == {(10, False): 4_921_200, (100, False): 5_013_720, (10, True): 5_446_512, (100, True): 5_539_032}[

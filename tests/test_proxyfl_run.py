@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from scripts import checkpoint, rows
+from scripts import equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import metrics, same_parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
 
 import common
 import proxyfl
@@ -19,32 +20,13 @@ SHORT, train = METHOD.short, METHOD.train
 # ---- clients of every size ----------------------------------------------------------------------------------------
 
 
-def world(n_labelled, n_unlabelled, classes=4, **settings):
+def world(n_labelled, n_unlabelled, **settings):
     """Two clients: one of the given size, one of 40 images. Returns client_update's arguments but the client."""
-    args = proxyfl.parse_args([*SHORT, *(f"--{key.replace('_', '-')}={value}" for key, value in settings.items())])
-    args.amp = False
-    rng = np.random.default_rng(0)
-    total = n_labelled + n_unlabelled + 40
-    order = rng.permutation(total)
-    data = proxyfl.FederatedData(
-        torch.from_numpy(rng.integers(0, 256, (total, 3, 8, 8), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, classes - 1, total)),
-        [order[:n_labelled], order[-10:]],
-        [order[n_labelled : n_labelled + n_unlabelled], order[-40:-10]],
-        ((0.5,) * 3, (0.3,) * 3),
-        None,
-    )
-    torch.manual_seed(0)
-    net, teacher = (
-        proxyfl.ResNet8(classes, args.width, args.similarity == "projected").to(memory_format=torch.channels_last)
-        for _ in range(2)
-    )
-    optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    received = proxyfl.Broadcast(
-        {name: value.clone() for name, value in net.state_dict().items()},
-        torch.full((classes,), 1 / classes, dtype=torch.float64),
-    )
-    return args, data, received, net, teacher, optimizer
+    args = tiny_args(METHOD, **settings)
+    net, teacher = tiny_nets(proxyfl, args, 2, heads=args.similarity == "projected")
+    data = tiny_data(proxyfl, (n_labelled, n_unlabelled), (10, 30), test_stats=None)
+    received = proxyfl.Broadcast(tiny_state(net), torch.full((4,), 0.25, dtype=torch.float64))
+    return args, data, received, net, teacher, sgd(args, net)
 
 
 def update(client, args, data, received, net, teacher, optimizer):
@@ -61,18 +43,13 @@ def test_client_of_any_size(n_labelled, n_unlabelled, batch_size, variant):
     setting = world(n_labelled, n_unlabelled, batch_size=batch_size, variant=variant)
     upload = update(0, *setting)
     pool = n_labelled + n_unlabelled
-    metrics = dict(zip(proxyfl.METRICS, upload.metrics.tolist()))
-    assert upload.weight.item() == pool and metrics["steps"] == (max(1, pool // batch_size) if pool else 0)
-    assert metrics["sup_steps"] == (metrics["steps"] if n_labelled else 0)
-    changed = any(
-        not torch.equal(value, setting[2].state[name])
-        for name, value in upload.state.items()
-        if name.endswith("weight")
-    )
-    assert changed == (pool > 0)
+    found = metrics(proxyfl, upload)
+    assert upload.weight.item() == pool and found["steps"] == (max(1, pool // batch_size) if pool else 0)
+    assert found["sup_steps"] == (found["steps"] if n_labelled else 0)
+    assert same_parameters(upload, setting[2]) == (pool == 0)
     assert all(value.isfinite().all() for value in upload.state.values()) and upload.class_count.isfinite().all()
     if not n_labelled:
-        assert metrics["loss_sup"] == 0
+        assert found["loss_sup"] == 0
 
 
 @pytest.mark.parametrize("threshold, used", [(1.5, "0"), (0, "100")])
@@ -103,19 +80,19 @@ def test_no_image_or_every_image_above_the_threshold(tmp_path, variant, threshol
 )
 def test_every_ablation_runs_and_stays_finite(tmp_path, flags):
     folder = train(tmp_path, "--rounds", 1, *flags)
-    assert all(value.isfinite().all() for value in checkpoint(folder)["state"].values())
+    assert all(value.isfinite().all() for value in state(folder).values())
     row = rows(folder)[0]
     assert "nan" not in row.values() and "inf" not in row.values()
     if "--no-icpl" in flags:
-        assert row["loss_icpl"] == row["set_size"] == "" and "feat_proj.weight" not in checkpoint(folder)["state"]
+        assert row["loss_icpl"] == row["set_size"] == "" and "feat_proj.weight" not in state(folder)
     if "--no-gpt" in flags:
         assert row["loss_gpt_start"] == ""
     json.loads((folder / "config.json").read_text(), parse_constant=pytest.fail)  # strict JSON: no Infinity, no NaN
 
 
 def test_icpl_with_weight_0_is_no_icpl_bit_for_bit(tmp_path):
-    with_heads = checkpoint(train(tmp_path, "--lambda-icpl", 0, name="zero"))["state"]
-    without = checkpoint(train(tmp_path, "--no-icpl", name="off"))["state"]
+    with_heads = state(train(tmp_path, "--lambda-icpl", 0, name="zero"))
+    without = state(train(tmp_path, "--no-icpl", name="off"))
     assert set(with_heads) - set(without) == {"feat_proj.weight", "feat_proj.bias", "proxy_proj.weight"}
     assert all(torch.equal(value, with_heads[name]) for name, value in without.items())
 
@@ -138,12 +115,12 @@ def test_class_counts_come_from_the_last_epoch():
 
 
 def test_shared_momentum_is_carried_and_fresh_momentum_is_not():
-    for shared, equal in ((False, True), (True, False)):
+    for shared, same in ((False, True), (True, False)):
         setting = world(5, 30)
         setting[0].shared_momentum = shared
         first = update(0, *setting)
         second = update(0, *setting)
-        assert all(torch.equal(first.state[name], value) for name, value in second.state.items()) == equal
+        assert equal(first.state, second.state) == same
 
 
 def test_official_client_weight_statistics_and_labelled_share_of_svhn(monkeypatch):
@@ -185,7 +162,7 @@ def test_run_folder_beyond_the_contract(tmp_path, capsys):
     assert sum(row["labelled"] for row in clients) == 20 and sum(row["unlabelled"] for row in clients) == 180
     table = rows(folder)
     net = proxyfl.ResNet8(10, 8, heads=True)
-    message = sum(value.numel() * value.element_size() for value in net.state_dict().values()) + 4 * 10
+    message = n_bytes(net.state_dict()) + 4 * 10
     assert [row["bytes_up"] for row in table] == [row["bytes_down"] for row in table] == [str(3 * message)] * 2
     assert json.loads((folder / "summary.json").read_text())["bytes_up"] == 2 * 3 * message
     assert "similarity=projected" in capsys.readouterr().out

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import GOLDEN
-from scripts import checkpoint, equal, rows
+from scripts import equal, n_bytes, rows, state
 from scripts import method as find_method
+from worlds import tiny_args
 
 from baselines import fixmatch, sage
 
@@ -197,16 +198,19 @@ def test_equal_teachers_make_sage_lpl_and_gpl():
 # ---- one step -----------------------------------------------------------------------------------------------------
 
 
-def step(module, *flags, views=None, n_lab=6, classes=4):
-    """local_loss of a script for one random batch: args, net, teacher, its result."""
-    args = module.parse_args([*METHOD.short, "--batch-size=8", "--width", "8", *map(str, flags)])
-    args.amp = False
+def step(module, *flags, n_lab=6, classes=4, n_unl=10, frozen=False):
+    """local_loss of a script for one random batch: args, net, teacher, its result. frozen: net is the teacher."""
+    args = tiny_args(find_method(f"{module.__name__.replace('.', '/')}.py"), *flags)
     torch.manual_seed(0)
     net, teacher = (module.ResNet8(classes, 8, heads=args.icpl).double() for _ in range(2))
     net.train(), teacher.eval()
     for model in (net, teacher):
         model.classifier.weight.data *= 8  # confidences on both sides of the threshold
-    views = torch.randn(n_lab + 20, 3, 8, 8, dtype=torch.float64) if views is None else views
+    views = torch.randn(n_lab + 2 * n_unl, 3, 8, 8, dtype=torch.float64)
+    if frozen:
+        for _ in range(20):
+            net(views)  # statistics of these images, else all get one class
+        teacher.load_state_dict(net.eval().state_dict())
     label, prior = torch.arange(n_lab) % classes, torch.full((classes,), 1 / classes, dtype=torch.float64)
     # float64: forward's .float() would round
     with pytest.MonkeyPatch.context() as patch:
@@ -223,6 +227,25 @@ def test_large_kappa_makes_a_step_of_gpl_with_the_union_mask(flags):
     assert loss.item() == pytest.approx(want.item(), abs=1e-4) and torch.equal(counts, want_counts)
     for mine, theirs in zip(net.parameters(), same.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_frozen_model_that_is_the_teacher_makes_steps_of_lpl_and_gpl():
+    _, _, _, (loss, _, values) = step(sage, "--tau", 0.8, n_unl=40, frozen=True)
+    assert 0 < values["used"].sum() < 40 and values["pseudo_label"].unique().numel() > 1
+    for who in ("local", "global"):
+        _, _, _, (want, _, other) = step(fixmatch, "--tau", 0.8, "--teacher", who, n_unl=40, frozen=True)
+        assert equal(*([found[name] for name in ("pseudo_label", "used")] for found in (values, other)))
+        torch.testing.assert_close(loss, want, rtol=1e-10, atol=0)
+
+
+def test_large_kappa_differs_from_plain_gpl_only_where_the_local_model_alone_is_sure():
+    _, _, _, (_, _, values) = step(sage, "--tau", 0.7, "--kappa", 1e9, n_unl=40)
+    lpl, gpl = (step(fixmatch, "--tau", 0.7, "--teacher", who, n_unl=40)[3][2] for who in ("local", "global"))
+    local_alone = lpl["used"] & ~gpl["used"]
+    assert torch.equal(values["used"][~local_alone], gpl["used"][~local_alone]) and gpl["used"].any()
+    assert local_alone.any() and values["used"][local_alone].all()
+    assert torch.equal(values["pseudo_label"], gpl["pseudo_label"])
+    assert (lpl["pseudo_label"] != gpl["pseudo_label"])[lpl["used"]].any()
 
 
 def test_gradient_reaches_no_teacher_and_not_through_weak_views():
@@ -257,23 +280,16 @@ def test_temperature_divides_the_weak_logits_of_both_models():
 def test_nothing_used_is_fixmatch_bit_by_bit(tmp_path):
     other = FIXMATCH.train(tmp_path, "--tau", 1.5, "--rounds", 1, name="fixmatch")
     mine = METHOD.train(tmp_path, "--tau", 1.5, "--rounds", 1, name="none")
-    assert equal(checkpoint(mine)["state"], checkpoint(other)["state"])
+    assert equal(state(mine), state(other))
     for row in rows(mine):
         assert row["loss_unsup"] == "0" and row["pl_used_acc_pct"] == "" and row["pl_used_pct"] == "0"
-
-
-def test_without_the_unlabelled_loss_plug_ins_are_those_of_fixmatch(tmp_path):
-    flags = ["--lambda-u", 0, "--tau", 0.3, "--rounds", 1, *PLUG_IN]
-    mine, other = METHOD.train(tmp_path, *flags, name="mine"), FIXMATCH.train(tmp_path, *flags, name="other")
-    a, b = checkpoint(mine), checkpoint(other)
-    assert equal(a["state"], b["state"]) and equal(a["class_prior"], b["class_prior"])
 
 
 def test_bytes_are_those_of_fedavg_and_of_the_prior(tmp_path):
     plain = METHOD.train(tmp_path, "--rounds", 1, name="plain")
     plugged = METHOD.train(tmp_path, "--rounds", 1, *PLUG_IN, name="plugged")
     for folder, more in ((plain, 0), (plugged, 4 * 10)):
-        size = sum(value.numel() * value.element_size() for value in checkpoint(folder)["state"].values()) + more
+        size = n_bytes(state(folder)) + more
         for row in rows(folder):
             assert row["clients_trained"] == "3" and row["bytes_up"] == row["bytes_down"] == str(3 * size)
             assert (row["loss_icpl"] == "") == (more == 0) and "loss_prox" not in row

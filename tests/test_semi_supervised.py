@@ -1,10 +1,13 @@
 """Every semi-supervised script: label secrecy, odd clients, isolation of clients, and what a run leaves of a model."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 from scripts import SEMI_SUPERVISED, checkpoint, equal, rows
 from scripts import method as find_method
+from worlds import cut
 
 import common
 
@@ -48,7 +51,7 @@ def weights(value, name=""):
     return {name: value} if name.endswith((".weight", ".bias")) else {}
 
 
-def state(folder):
+def whole_state(folder):
     """What a checkpoint holds of the method."""
     return {name: value for name, value in checkpoint(folder).items() if name not in ("settings", "optimizer")}
 
@@ -81,7 +84,7 @@ def test_labels_of_unlabelled_images_change_no_weight(method, tmp_path, monkeypa
         with monkeypatch.context() as patch:
             change_data(patch, method, scramble)
             other = method.train(tmp_path, *variant, name=f"scrambled{number}")
-        a, b = state(plain), state(other)
+        a, b = whole_state(plain), whole_state(other)
         assert weights(a) and equal(a, b)
         quality = [[row.get("pl_acc_pct") for row in rows(folder)] for folder in (plain, other)]
         assert quality[0] != quality[1] or quality[0][0] is None  # the scramble was real
@@ -94,11 +97,7 @@ def test_clients_of_any_size(method, tmp_path, monkeypatch, batch_size):
     """One run in which all of SIZES take part, then one whose only client is empty."""
 
     def resize(data):
-        order, at, labelled, unlabelled = np.random.default_rng(0).permutation(200), 0, [], []
-        for n_labelled, n_unlabelled in SIZES:
-            labelled.append(order[at : at + n_labelled])
-            unlabelled.append(order[at + n_labelled : at + n_labelled + n_unlabelled])
-            at += n_labelled + n_unlabelled
+        labelled, unlabelled = cut(np.random.default_rng(0).permutation(200), SIZES)
         return data._replace(labelled=labelled, unlabelled=unlabelled)
 
     seen = []
@@ -124,7 +123,7 @@ def test_clients_of_any_size(method, tmp_path, monkeypatch, batch_size):
         assert sum(steps > 0 for _, steps in seen) == able, seen
         row = rows(folder)[0]
         assert int(row["clients_trained"]) + int(row["clients_empty"]) == len(SIZES)
-        assert is_finite(state(folder))
+        assert is_finite(whole_state(folder))
         check_rows(folder)
 
 
@@ -191,7 +190,7 @@ def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
             spy(patch, method, twice)
             spied = method.train(tmp_path, *variant, "--rounds", 1, name=f"spied{number}")
         plain = method.train(tmp_path, *variant, "--rounds", 1, name=f"plain{number}")
-        assert len(kept) == 3 and equal(state(spied), state(plain))
+        assert len(kept) == 3 and equal(whole_state(spied), whole_state(plain))
         first, other = (weights(upload._asdict()) for upload in kept[:2])
         assert any(not torch.equal(first[name], other[name]) for name in first)  # clients differ
 
@@ -235,8 +234,25 @@ def test_accuracy_after_loading_equals_the_one_logged(method, tmp_path):
 )
 def test_settings_of_the_protocol_run_and_stay_finite(method, tmp_path, flags):
     folder = method.train(tmp_path, "--rounds", 1, *flags)
-    assert is_finite(state(folder))
+    assert is_finite(whole_state(folder))
     check_rows(folder)
+
+
+@pytest.mark.slow
+def test_compiled_networks_train_as_they_are(method, tmp_path, monkeypatch):
+    """Captured by torch.compile, then run by the same kernels: whatever the capture may do is seen bit by bit."""
+    plain, honest, frames = method.train(tmp_path, "--rounds", 1, name="plain"), torch.nn.Module.compile, Counter()
+
+    def eager(graph, _):
+        frames["captured"] += 1
+        return graph
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda net: honest(net, backend=eager))
+    torch.compiler.reset()
+    compiled = method.train(tmp_path, "--rounds", 1, "--compile", name="compiled")
+    torch.compiler.reset()
+    assert frames["captured"] > 0 and rows(compiled) == rows(plain)
+    assert equal(whole_state(compiled), whole_state(plain))
 
 
 def test_presets_follow_the_flags_that_are_given(method):
@@ -364,7 +380,7 @@ def test_every_flag_of_a_method_is_read(name, tmp_path):
     def run(flags):
         if flags not in done:
             folder = method.train(tmp_path, *flags.split(), name=f"run{len(done)}")
-            done[flags] = rows(folder), state(folder)
+            done[flags] = rows(folder), whole_state(folder)
         return done[flags]
 
     same = []
