@@ -1,5 +1,6 @@
 """The method scripts as the tests run them: a table of short settings, and programs that start within a second."""
 
+import copy
 import csv
 import importlib
 import json
@@ -22,6 +23,10 @@ import torch
 import common
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+_digits = lru_cache(common.read_digits)  # hundreds of runs read them
+common.read_digits = lambda: copy.deepcopy(_digits())
 
 
 class Script(NamedTuple):
@@ -161,7 +166,7 @@ PROCESSES.set_forkserver_preload(
 )
 
 
-def _as_program(command, cwd, env, alone, out, err):
+def _as_program(command, cwd, env, alone, draw, out, err):
     for target, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY), target)
     os.chdir(cwd)
@@ -169,6 +174,8 @@ def _as_program(command, cwd, env, alone, out, err):
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
     sys.argv = command
+    if not draw:
+        common.RunFolder.plot = lambda *_: None
     if alone:
         sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (ROOT, ROOT / "tests")]
         del sys.modules["common"]  # this file imports it
@@ -177,9 +184,13 @@ def _as_program(command, cwd, env, alone, out, err):
 
 
 class Program:
-    """A script in a process of its own; `alone`: it finds no module of this repository but those beside it."""
+    """A script in a process of its own.
 
-    def __init__(self, path, *flags, cwd=None, env=None, alone=False):
+    alone: it finds no module of this repository but those beside it. draw: also curves.png, which takes longer than all
+    else.
+    """
+
+    def __init__(self, path, *flags, cwd=None, env=None, alone=False, draw=False):
         self.files = [tempfile.NamedTemporaryFile("r") for _ in range(2)]
         self.command = [str(path), *map(str, flags)]
         self.process = PROCESSES.Process(
@@ -189,6 +200,7 @@ class Program:
                 str(cwd or tempfile.gettempdir()),
                 env or {},
                 alone,
+                draw,
                 *(file.name for file in self.files),
             ),
             daemon=True,

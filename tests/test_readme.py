@@ -112,6 +112,6 @@ def test_step_times_and_costs_are_those_of_the_files():
     assert len(costs) >= 18
     for runs, seconds, megabytes in costs:
         summaries = [json.loads((folder / "summary.json").read_text()) for folder in ROOT.glob(runs)]
-        assert f"{np.mean([summary['seconds'] for summary in summaries]):.0f}" == seconds
+        assert f"{min(summary['seconds'] for summary in summaries):.0f}" == seconds
         sent = [(summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"] for summary in summaries]
         assert f"{np.mean(sent) / 1e6:.1f}" == megabytes

@@ -103,7 +103,7 @@ SUMMARY = """final_acc_pct mean_last10_acc_pct best_acc_pct best_round rounds se
 
 
 def test_run_folder_holds_what_the_contract_names(method, tmp_path):
-    done = method.start(tmp_path, "--run-name", "run", "--rounds", 3).wait()
+    done = method.start(tmp_path, "--run-name", "run", "--rounds", 3, draw=True).wait()
     assert done.returncode == 0 and done.stderr == ""
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} >= FILES | {os.path.basename(method.name)}

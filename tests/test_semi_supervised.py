@@ -223,13 +223,9 @@ def test_accuracy_after_loading_equals_the_one_logged(method, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--clients-per-round", 4],
-        ["--alpha", "inf"],
-        ["--label-ratio", 1],
-        ["--partition", "dirichlet"],
-        ["--clients", 1, "--clients-per-round", 1],
-        ["--flip", "--width", 9],
-        ["--amp", "--local-epochs", 2],
+        ["--clients-per-round", 4, "--alpha", "inf"],
+        ["--clients", 1, "--clients-per-round", 1, "--label-ratio", 1],
+        ["--partition", "dirichlet", "--flip", "--width", 9, "--amp", "--local-epochs", 2],
     ],
 )
 def test_settings_of_the_protocol_run_and_stay_finite(method, tmp_path, flags):
