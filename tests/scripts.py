@@ -66,7 +66,6 @@ SCRIPTS = {
         needs_clip=True,
     ),
 }
-SCRIPTS = {name: script for name, script in SCRIPTS.items() if (ROOT / name).exists()}
 SEMI_SUPERVISED = [name for name, script in SCRIPTS.items() if not script.needs_clip]
 
 
