@@ -26,8 +26,8 @@ Components: fine regulator `FineRegulator`, trained in `regulate` through `virtu
 Where paper and official code differ:
   DIFF-1  --variant   The paper has a fine regulator; the release never trains one: it labels by confidence at .6, with
                       soft labels and the weight 8, after fine-tuning on the labels, and its coarse regulator is a
-                      student that learns from weak views. Default: paper. Digits, 30 rounds: paper 96.6 % (3
-                      seeds), official 87.5 % (2), which has the protocol's SGD in the place of its Adam.
+                      student that learns from weak views. Default: paper. Digits, 30 rounds: paper 96.6 %,
+                      official 86.1 % (3 seeds), which has the protocol's SGD in the place of its Adam.
   DIFF-2  --gain      The gain should be positive where pseudo-labels helped, so old minus new loss; the release takes
                       new minus old. Default: as the variant. Effect on accuracy, by itself: not measured.
 Not published, chosen here:
