@@ -325,9 +325,9 @@ def bench_baselines(options, device):
                 setattr(module, update, timed)
                 try:
                     module.main(
-                        f"--train-subset 640 --image-size 32 --width {options.width} --batch-size {options.batch_size} --clients 4 "
-                        f"--clients-per-round 2 --local-epochs 1 --rounds {rounds} --device {options.device} "
-                        f"--out-dir {folder} {flags}".split()
+                        f"--train-subset 640 --image-size 32 --width {options.width} --batch-size {options.batch_size} "
+                        f"--clients 4 --clients-per-round 2 --local-epochs 1 --rounds {rounds} "
+                        f"--device {options.device} --out-dir {folder} {flags}".split()
                     )
                 finally:
                     setattr(module, update, honest)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What needs a GPU, in one call of under 9 minutes: the augmentation's CUDA test, the step benchmarks of ProxyFL, of
-# FedCoPL on ViT-B/32 (random weights) and of all semi-supervised methods, then as many rounds of ProxyFL's full CIFAR-10 setting as fit, and two rounds of
-# FedCoPL on the miniature CLIP. Ends with status 1 if a test fails, a benchmark fails or finds a host synchronisation
-# inside a client's training, or no round was completed. No download: the data are those in ./data, or a packed copy.
+# FedCoPL on ViT-B/32 (random weights) and of all semi-supervised methods, then as many rounds of ProxyFL's full CIFAR-10
+# setting as fit, and two rounds of FedCoPL on the miniature CLIP. Ends with status 1 if a test fails, a benchmark fails
+# or finds a host synchronisation inside a client's training, or no round was completed. No download: the data are those
+# in ./data, or a packed copy.
 #
 #   bash tests/gpu_check.sh [PACK]      # PACK: folder with cifar10_jpeg.npz and unpack_cifar10.py; default: use ./data
 #

@@ -69,12 +69,17 @@ SCRIPTS = {
 SEMI_SUPERVISED = [name for name, script in SCRIPTS.items() if not script.needs_clip]
 
 
+def load(name):
+    """The module of a script, "file.py" or "baselines/file.py"."""
+    return importlib.import_module(name.removesuffix(".py").replace("/", "."))
+
+
 class Method:
     """A script of the table, with its module and its short settings."""
 
     def __init__(self, name):
         self.name, self.table = name, SCRIPTS[name]
-        self.module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
+        self.module = load(name)
         self.short = self.table.short.split()
         if self.table.needs_clip:
             self.short += ["--model", str(mini_clip() / "mini.json"), "--pretrained", str(mini_clip() / "mini.pt")]

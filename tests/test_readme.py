@@ -1,14 +1,13 @@
 """The README keeps its promises: its figures come from results/, its flags and DIFF tags exist."""
 
 import csv
-import importlib
 import json
 import re
 
 import numpy as np
 import pytest
 from conftest import ROOT
-from scripts import SCRIPTS
+from scripts import SCRIPTS, load
 
 README, BASELINES = ((ROOT / name).read_text() for name in ("README.md", "baselines/README.md"))
 # A row of a results table: final round, mean of the last ten rounds, number of seeds, folders of the runs.
@@ -65,10 +64,6 @@ def section(script):
     chapters = re.split(r"^(?=## )", README, flags=re.M)
     name = {"proxyfl.py": "ProxyFL", "fedcopl.py": "FedCoPL"}[script]
     return "".join(chapter for chapter in chapters if re.match(rf"## (Results of )?{name}\n", chapter))
-
-
-def load(script):
-    return importlib.import_module(script.removesuffix(".py").replace("/", "."))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
