@@ -171,7 +171,7 @@ class Ranks:
             own_gpu = self.device.type == "cuda" and ":" not in device and (
                 int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= torch.cuda.device_count())
             self.wire = self.device if own_gpu else self.wire
-            dist.init_process_group("nccl" if own_gpu else "gloo", timeout=timedelta(hours=1))
+            self._exchange(dist.init_process_group, "nccl" if own_gpu else "gloo", timeout=timedelta(hours=1))
 
     def first_then_others(self, function):
         """Call function() in the first process of each machine (it may download), then in the others."""

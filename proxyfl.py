@@ -662,11 +662,12 @@ def prepare_data(args, device):
 
 def main(argv=None):
     args = parse_args(argv)
+    world = common.rank_and_world()[1]
+    if args.shared_momentum and world > 1:
+        raise common.UserError(f"--shared-momentum trains one client after another: not with {world} ranks")
     ranks = common.Ranks(args.device)
     device = ranks.device
     args.amp = device.type == "cuda" if args.amp is None else args.amp
-    if args.shared_momentum and ranks.world > 1:
-        raise common.UserError(f"--shared-momentum trains one client after another: not with {ranks.world} ranks")
     run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
     checkpoint = run.load_checkpoint()
     data, test_images, test_labels, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, device))

@@ -220,7 +220,8 @@ def bench_fedcopl(options, device):
             torch.cuda.reset_peak_memory_stats()
 
         def train():
-            fedcopl.client_update(args, 0, 0, clip, text, data, prompts, label, learned, optimizer)
+            labels = fedcopl.Labels(label, F.one_hot(label, classes).bool())
+            fedcopl.client_update(args, 0, 0, clip, text, data, prompts, labels, learned, optimizer)
 
         def train_plainly():
             for batch, target in zip(images.split(options.batch_size), label.to(device).split(options.batch_size)):

@@ -124,7 +124,11 @@ MINI_CONFIG = {
     "vision_cfg": {"image_size": 16, "patch_size": 8, "width": 32, "head_width": 16, "layers": 3},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
-_folder = tempfile.TemporaryDirectory(prefix="mini_clip_")  # removed when the tests end
+
+
+@lru_cache
+def _mini_clip_folder():
+    return tempfile.TemporaryDirectory(prefix="mini_clip_")  # removed when the tests end
 
 
 @lru_cache
@@ -136,7 +140,7 @@ def mini_clip():
     """
     import open_clip
 
-    folder = Path(_folder.name)
+    folder = Path(_mini_clip_folder().name)
     (folder / "mini.json").write_text(json.dumps(MINI_CONFIG))
     open_clip.add_model_config(folder / "mini.json")
     torch.manual_seed(0)

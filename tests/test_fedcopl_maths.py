@@ -840,8 +840,16 @@ def test_predictions_are_the_softmax_of_the_plain_logits_whatever_the_batch(sing
 
 
 def refresh(clip, data, iteration, prompts, *flags):
-    args = settings("--clients", 3, *flags)
-    return fedcopl.label_images(args, iteration, ONE_PROCESS, clip.ours, clip.text, clip.zero_shot, data, prompts)
+    args, probs = settings("--clients", 3, *flags), []
+    for client, own in enumerate(data.train):
+        visual, words = None, clip.zero_shot
+        if not fedcopl.asks_zero_shot(args, iteration):
+            visual, words = prompts.visual[client], clip.ours.encode_text(clip.text, prompts.text[client])
+        probs.append(fedcopl.predict(clip.ours, data, data.images, own, visual, words))
+    labels, table = fedcopl.label_images(args, iteration, ONE_PROCESS, 6, probs, data)
+    assert torch.equal(labels.candidate.sum(1), (labels.pseudo_label >= 0).long())  # one class each
+    assert (labels.candidate.nonzero()[:, 1] == labels.pseudo_label[labels.pseudo_label >= 0]).all()
+    return labels.pseudo_label, table
 
 
 @pytest.mark.parametrize(
@@ -899,8 +907,10 @@ def trained(clip, data, client, prompts, label, *flags, rnd=0, momentum=None):
     if momentum is not None:
         for parameter in learned:
             optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, momentum)
+    classes = len(clip.text.tail)
+    labels = fedcopl.Labels(label, F.one_hot(label + 1, classes + 1)[:, 1:].bool())
     return fedcopl.client_update(
-        args, rnd, client, clip.ours, clip.text, data, prompts, label, learned, optimizer
+        args, rnd, client, clip.ours, clip.text, data, prompts, labels, learned, optimizer
     ), optimizer
 
 
@@ -990,7 +1000,7 @@ def upload(visual, text, weight):
 def server(aggregate, received, weights):
     """server_update of clients who trained to other prompts than they received; those, and the result."""
     uploads = [upload(v, t, w) for v, t, w in zip(*start_prompts(len(weights), seed=9), weights)]
-    return uploads, fedcopl.server_update(settings("--aggregate", aggregate), received, uploads)
+    return uploads, fedcopl.server_update(received, uploads, fedcopl.AVERAGED[aggregate])
 
 
 @pytest.mark.parametrize("aggregate", ["visual", "text", "both", "none"])
@@ -1020,7 +1030,7 @@ def test_server_with_one_client_or_equal_prompts_changes_nothing():
     visual, text = (value[0] for value in start_prompts())
     for weights in ((1, 1, 1), (7, 0, 123), (1000, 1, 3)):
         equal = [upload(visual, text, weight) for weight in weights]
-        result = fedcopl.server_update(settings("--aggregate", "both"), start_prompts(3), equal)
+        result = fedcopl.server_update(start_prompts(3), equal, ("visual", "text"))
         close(result.visual, visual.expand(3, 11, 5, 32), 1e-6)
         close(result.text, text.expand(3, 16, 32), 1e-6)
 

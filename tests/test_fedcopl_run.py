@@ -109,21 +109,26 @@ class World:
 
     def label(self, iteration=0):
         """Pseudo-labels, and the table as {column: list over classes}."""
-        label, table = fedcopl.label_images(
-            self.args, iteration, self.ranks, self.clip, self.text, self.zero_shot, self.data, self.prompts
-        )
-        return label, dict(zip(fedcopl.LABEL_COLUMNS, table.tolist()))
+        probs = []
+        for client, own in enumerate(self.data.train):
+            visual, words = None, self.zero_shot
+            if not fedcopl.asks_zero_shot(self.args, iteration):
+                visual, words = self.prompts.visual[client], self.clip.encode_text(self.text, self.prompts.text[client])
+            probs.append(fedcopl.predict(self.clip, self.data, self.data.images, own, visual, words))
+        labels, table = fedcopl.label_images(self.args, iteration, self.ranks, len(self.zero_shot), probs, self.data)
+        return labels.pseudo_label, dict(zip(fedcopl.LABEL_COLUMNS, table.tolist()))
 
     def update(self, client, label, rnd=0):
+        labels = fedcopl.Labels(label, torch.nn.functional.one_hot(label + 1, CLASSES + 1)[:, 1:].bool())
         return fedcopl.client_update(
-            self.args, rnd, client, self.clip, self.text, self.data, self.prompts, label, self.learned, self.optimizer
+            self.args, rnd, client, self.clip, self.text, self.data, self.prompts, labels, self.learned, self.optimizer
         )
 
     def round(self, iteration=0):
         """A whole round: pseudo-labels, table, uploads, new prompts, the clients' scores."""
         label, table = self.label(iteration)
         uploads = [self.update(client, label) for client in range(self.args.clients)]
-        prompts = fedcopl.server_update(self.args, self.prompts, uploads)
+        prompts = fedcopl.server_update(self.prompts, uploads, ("visual",))
         scores = []
         with torch.no_grad():
             for client in range(self.args.clients):
@@ -219,7 +224,7 @@ def test_clients_start_from_their_prompts_and_leave_no_trace():
         for client in order:
             assert equal(tuple(world.update(client, label)), tuple(alone[client])), order
     assert equal(tuple(world.prompts), tuple(before))
-    result = fedcopl.server_update(world.args, world.prompts, list(alone.values()))
+    result = fedcopl.server_update(world.prompts, list(alone.values()), ("visual",))
     held = [value for upload in alone.values() for value in upload] + [*result, *world.learned, *world.prompts]
     pointers = [value.data_ptr() for value in held]
     assert len(set(pointers)) == len(pointers)
