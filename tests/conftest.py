@@ -18,6 +18,14 @@ def method(request):
     return scripts.method(request.param)
 
 
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in scripts.HEADLINES else pytest.mark.slow) for name in scripts.SCRIPTS]
+)
+def any_method(request):
+    """The same for what common.py does for all scripts alike: but for the headline scripts, in the slow suite."""
+    return scripts.method(request.param)
+
+
 @pytest.fixture
 def script(tmp_path):
     """Run a script to its end in a process of its own: script("proxyfl.py", *flags) -> CompletedProcess."""

@@ -66,6 +66,7 @@ SCRIPTS = {
         needs_clip=True,
     ),
 }
+HEADLINES = "proxyfl.py", "fedcopl.py"
 SEMI_SUPERVISED = [name for name, script in SCRIPTS.items() if not script.needs_clip]
 
 

@@ -312,13 +312,13 @@ def test_resume_refuses_other_data(method, tmp_path):
 
 
 @pytest.fixture
-def finished(method, tmp_path):
-    method.train(tmp_path)
+def finished(any_method, tmp_path):
+    any_method.train(tmp_path)
     return tmp_path
 
 
-def test_existing_run_folder_is_refused_and_overwrite_replaces_it(method, finished):
-    message = complaint(method, finished, "--run-name", "run")
+def test_existing_run_folder_is_refused_and_overwrite_replaces_it(any_method, finished):
+    message = complaint(any_method, finished, "--run-name", "run")
     assert all(word in message for word in ("--resume", "--overwrite", "--run-name"))
     (finished / "mine").mkdir()
     (finished / "mine" / "thesis.txt").write_text("precious")
@@ -326,11 +326,11 @@ def test_existing_run_folder_is_refused_and_overwrite_replaces_it(method, finish
         if foreign:
             (finished / "mine" / "config.json").write_text(foreign)
         for flag in ("--overwrite", "--resume"):
-            assert "holds no run" in complaint(method, finished, "--run-name", "mine", flag)
+            assert "holds no run" in complaint(any_method, finished, "--run-name", "mine", flag)
     assert (finished / "mine" / "thesis.txt").read_text() == "precious"
     (finished / "empty").mkdir()  # what an interruption right after the first step leaves
-    method.train(finished, "--rounds", 1, name="empty")
-    method.train(finished, "--overwrite", "--rounds", 1)
+    any_method.train(finished, "--rounds", 1, name="empty")
+    any_method.train(finished, "--overwrite", "--rounds", 1)
     assert json.loads((finished / "run" / "summary.json").read_text())["rounds"] == 1
 
 
@@ -341,8 +341,12 @@ CHANGES = [  # of every script
 ]
 OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
-    "baselines/fixmatch.py": [(["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.17 -> 0.9"])],
-    "baselines/flexmatch.py": [(["--no-warm-up", "--tau", 0.9], ["--warm-up True -> False", "--conf-threshold 0.4 -> 0.9"])],
+    "baselines/fixmatch.py": [
+        (["--teacher", "local", "--tau", 0.9], ["--teacher global", "--conf-threshold 0.17 -> 0.9"])
+    ],
+    "baselines/flexmatch.py": [
+        (["--no-warm-up", "--tau", 0.9], ["--warm-up True -> False", "--conf-threshold 0.4 -> 0.9"])
+    ],
     "baselines/fedproto.py": [(["--prototypes", "all"], ["--prototypes confident -> all"])],
     "baselines/fedmatch.py": [(["--helpers", 1, "--lambda-2", 0], ["--helpers 2 -> 1", "--lambda-2 10.0 -> 0.0"])],
     "baselines/fedloke.py": [(["--first-visit", "download"], ["--first-visit initial -> download"])],
@@ -362,39 +366,40 @@ OWN_CHANGES = {
 }
 
 
-def test_changed_settings_are_listed_on_resume(method, finished):
+def test_changed_settings_are_listed_on_resume(method, tmp_path):
+    method.train(tmp_path, "--rounds", 2)
     alpha = ALPHA[method.name]
     for flags, words in CHANGES:
         flags = [str(flag).format(alpha) for flag in flags]
-        message = complaint(method, finished, "--run-name", "run", "--resume", *flags)
+        message = complaint(method, tmp_path, "--run-name", "run", "--resume", *flags)
         assert all(word.format(alpha) in message for word in words), message
     for flags, words in OWN_CHANGES.get(method.name, []):
-        message = complaint(method, finished, "--run-name", "run", "--resume", *flags)
+        message = complaint(method, tmp_path, "--run-name", "run", "--resume", *flags)
         assert all(word in message for word in words), message
 
 
-def test_checkpoints_that_do_not_belong_or_cannot_be_read(method, finished):
-    method.train(finished, "--lr", 0.01, name="other")
+def test_checkpoints_that_do_not_belong_or_cannot_be_read(any_method, finished):
+    any_method.train(finished, "--lr", 0.01, name="other")
     run, resume = finished / "run", ("--run-name", "run", "--resume")
     good = (run / "checkpoint.pt").read_bytes()
     shutil.copy(finished / "other" / "checkpoint.pt", run)
-    message = complaint(method, finished, *resume)
+    message = complaint(any_method, finished, *resume)
     assert "checkpoint.pt" in message and "--lr 0.01 -> 0.1" in message
     for content in (good[: len(good) // 2], b"", b"hello"):
         (run / "checkpoint.pt").write_bytes(content)
-        assert "checkpoint.pt" in complaint(method, finished, *resume)
+        assert "checkpoint.pt" in complaint(any_method, finished, *resume)
     (run / "checkpoint.pt").write_bytes(good)
     table = (run / "rounds.csv").read_text()
     (run / "rounds.csv").write_text("\n".join(table.splitlines()[:2]) + "\n")
-    assert "expected rows 1 to 2" in complaint(method, finished, *resume)
+    assert "expected rows 1 to 2" in complaint(any_method, finished, *resume)
     (run / "rounds.csv").unlink()
-    assert "rounds.csv" in complaint(method, finished, *resume)
+    assert "rounds.csv" in complaint(any_method, finished, *resume)
     (run / "rounds.csv").write_text(table)
     (run / "checkpoint.pt").unlink()  # as in a results folder that keeps only the figures
-    assert "checkpoint.pt is missing" in complaint(method, finished, *resume)
+    assert "checkpoint.pt is missing" in complaint(any_method, finished, *resume)
     assert (run / "rounds.csv").read_text() == table
     (run / "config.json").write_text("{")
-    assert "config.json" in complaint(method, finished, *resume)
+    assert "config.json" in complaint(any_method, finished, *resume)
 
 
 def test_out_dir_is_a_file_or_not_writable(method, tmp_path, monkeypatch):

@@ -223,9 +223,8 @@ def test_accuracy_after_loading_equals_the_one_logged(method, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--clients-per-round", 4, "--alpha", "inf"],
-        ["--clients", 1, "--clients-per-round", 1, "--label-ratio", 1],
-        ["--partition", "dirichlet", "--flip", "--width", 9, "--amp", "--local-epochs", 2],
+        ["--clients", 1, "--clients-per-round", 1, "--label-ratio", 1, "--alpha", "inf"],
+        ["--clients-per-round", 4, "--partition", "dirichlet", "--flip", "--width", 9, "--amp", "--local-epochs", 2],
     ],
 )
 def test_settings_of_the_protocol_run_and_stay_finite(method, tmp_path, flags):
@@ -369,6 +368,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_flag_of_a_method_is_read(name, tmp_path):
     method, done = find_method(name), {}
