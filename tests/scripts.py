@@ -68,6 +68,7 @@ SCRIPTS = {
 }
 HEADLINES = "proxyfl.py", "fedcopl.py"
 SEMI_SUPERVISED = [name for name, script in SCRIPTS.items() if not script.needs_clip]
+UNSUPERVISED = [name for name, script in SCRIPTS.items() if script.needs_clip]
 
 
 def load(name):

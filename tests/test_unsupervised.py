@@ -1,0 +1,246 @@
+"""Every script that trains prompts without labels: label secrecy, odd clients, isolation of clients, costs, flags."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from scripts import UNSUPERVISED, checkpoint, equal, rows
+from scripts import method as find_method
+from test_semi_supervised import check_rows, is_finite, leaves, parser_actions, spy, whole_state
+
+KINDS = {  # of pseudo-labels, with settings under which each selects some images and not all
+    "copl": ["--pseudo-labels", "copl"],
+    "fpl": ["--pseudo-labels", "fpl", "--shots", 3],
+    "ifpl": ["--pseudo-labels", "ifpl", "--shots", "grow"],
+    "cpl": ["--pseudo-labels", "cpl", "--shots", 3, "--intra-quantile", 0.6, "--inter-quantile", 0.6],
+}
+SIZES = [0, 1, 2, 3, 7, 8, 9, 170]
+
+
+@pytest.fixture(params=UNSUPERVISED)
+def method(request):
+    return find_method(request.param)
+
+
+def change_data(monkeypatch, method, change):
+    """Let the script see change(data) instead of its FederatedData."""
+    honest = method.module.FederatedData
+    monkeypatch.setattr(method.module, "FederatedData", lambda *given: change(honest(*given)))
+
+
+def prompts(folder, method):
+    saved = checkpoint(folder)
+    return {name: saved[name] for name in method.module.Prompts._fields}
+
+
+def label_table(folder):
+    with open(folder / "pseudo_labels.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+OF_THE_TRUTH = {
+    "test_acc_pct",
+    "client_acc_mean_pct",
+    "pooled_acc_pct",
+    "pl_acc_pct",
+    "pl_all_acc_pct",
+    "set_recall_pct",
+}
+HIDDEN = {"predicted_correct", "selected_correct", "candidates_correct"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_true_labels_reach_the_log_alone(method, tmp_path, monkeypatch, kind):
+    def scramble(data):
+        shuffle = np.random.default_rng(0).permutation
+        train_labels, test_labels = (own[shuffle(len(own))] for own in (data.labels, data.test_labels))
+        return data._replace(labels=train_labels, test_labels=test_labels)
+
+    flags = [*KINDS[kind], "--rounds", 3]
+    plain = method.train(tmp_path, *flags, name="plain")
+    change_data(monkeypatch, method, scramble)
+    other = method.train(tmp_path, *flags, name="scrambled")
+    a, b = whole_state(plain), whole_state(other)
+    for part in (a, b):
+        del part["tables"], part["zero_shot"]  # figures for the log
+    assert set(method.module.Prompts._fields) < set(a) and equal(a, b)
+    assert 0 < (a["pseudo_label"] >= 0).sum() < 200
+    for first, second in zip(label_table(plain), label_table(other), strict=True):
+        assert all(first[key] == second[key] for key in first.keys() - HIDDEN)
+    for first, second in zip(rows(plain), rows(other), strict=True):
+        assert {key for key in first if first[key] != second[key]} <= OF_THE_TRUTH
+    for column in OF_THE_TRUTH:
+        assert [row[column] for row in rows(plain)] != [row[column] for row in rows(other)]  # the scramble was real
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clients_of_any_size(method, tmp_path, monkeypatch, kind):
+    """Clients with 0, 1, 2, ... images, one without test images; batches that are and are not full."""
+
+    def resize(data):
+        order, ends = np.random.default_rng(0).permutation(200), np.cumsum(SIZES)
+        test = [own[:0] if client == 3 else own for client, own in enumerate(data.test)]
+        return data._replace(train=np.split(order[: ends[-1]], ends[:-1]), test=test)
+
+    seen = []
+
+    def remember(client_update, args):
+        upload = client_update(*args)
+        assert is_finite(tuple(upload))
+        seen.append((upload.weight.item(), upload.metrics[1].item()))
+        return upload
+
+    change_data(monkeypatch, method, resize)
+    spy(monkeypatch, method, remember)
+    flags = ["--clients", len(SIZES), "--beta", "inf", "--batch-size", 8, *KINDS[kind]]
+    folder = method.train(tmp_path, *flags, "--refresh", 1, "--rounds", 2)
+    assert len(seen) == 2 * len(SIZES) and all(steps == -(-weight // 8) for weight, steps in seen)
+    assert seen[0] == (0, 0) and seen[7][0] > 8
+    for number, row in enumerate(rows(folder)):
+        of_round = seen[number * len(SIZES) :][: len(SIZES)]
+        assert int(row["selected"]) == sum(weight for weight, _ in of_round)
+        assert int(row["clients_trained"]) == sum(weight > 0 for weight, _ in of_round)
+        assert int(row["clients_trained"]) + int(row["clients_empty"]) == len(SIZES)
+    assert is_finite(whole_state(folder))
+    check_rows(folder)
+
+
+def test_nothing_selected_anywhere_keeps_the_prompts(method, tmp_path):
+    """No image is more confident than the most confident one: nobody counts any, so no class has a capacity."""
+    flags = ["--pseudo-labels", "copl", "--conf-quantile", 1, "--unseen-classes", "none"]
+    one, two = (method.train(tmp_path, *flags, "--rounds", n, name=f"{n}") for n in (1, 2))
+    assert equal(prompts(one, method), prompts(two, method))
+    for row in rows(two):
+        assert row["clients_trained"] == row["selected"] == "0"
+        assert row["loss_unsup"] == row["pl_acc_pct"] == row["set_size"] == ""
+    check_rows(two)
+
+
+def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
+    """Clients start from what they hold, leave it alone, and give the same whatever was trained before them."""
+    kept, pointers = [], set()
+
+    def twice(client_update, args):
+        given = [arg for arg in args if type(arg).__name__ in ("Prompts", "Labels", "Text")]
+        given = [arg for arg in given if not any(leaf.requires_grad for leaf in leaves(arg))]  # not what is trained
+        before = [[leaf.clone() for leaf in leaves(part)] for part in given]
+        first, second = client_update(*args), client_update(*args)
+        assert len(given) == 3 and equal(before, [leaves(part) for part in given])
+        assert equal(tuple(first), tuple(second))
+        for leaf in leaves(tuple(first)):
+            assert leaf.data_ptr() not in pointers
+            pointers.add(leaf.data_ptr())
+        kept.append(first)  # so that no address is used again
+        return first
+
+    plain = method.train(tmp_path, "--rounds", 1, name="plain")
+    spy(monkeypatch, method, twice)
+    spied = method.train(tmp_path, "--rounds", 1, name="spied")
+    assert len(kept) == 4 and equal(whole_state(spied), whole_state(plain))
+    assert not equal(tuple(kept[0]), tuple(kept[1]))  # clients differ
+
+
+def test_without_a_step_size_nothing_moves(method, tmp_path):
+    still = ["--lr", 0] + (["--visual-lr", 0] if method.name == "fedcopl.py" else [])
+    once, twice = (method.train(tmp_path, *still, "--rounds", n, name=f"{n}") for n in (1, 2))
+    for name, value in prompts(twice, method).items():  # an average of equal prompts is rounded
+        torch.testing.assert_close(value, prompts(once, method)[name], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(value, value[:1].expand_as(value), rtol=1e-6, atol=1e-8)
+        assert value[0].std() == pytest.approx(0.02, rel=0.2)
+    table = rows(twice)
+    assert table[0]["test_acc_pct"] == table[1]["test_acc_pct"] and float(table[0]["loss_unsup"]) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_labels_are_those_of_zero_shot_clip_in_every_script(tmp_path, kind):
+    """Whatever the method and the seed. fpl keeps them; the others ask the trained model from then on."""
+    tables, images = [], []
+    for seed, name in enumerate(UNSUPERVISED, 1):
+        method = find_method(name)
+        folder = method.train(tmp_path, *KINDS[kind], "--seed", seed, "--rounds", 1, name=f"run{seed}")
+        tables.append(label_table(folder))
+        images.append(checkpoint(folder)["candidate"])
+    assert len(tables) > 1 and all(table == tables[0] for table in tables)
+    assert all(torch.equal(each, images[0]) for each in images)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_of_a_later_refresh(method, tmp_path, kind):
+    early, late = (
+        method.train(tmp_path, *KINDS[kind], "--refresh", 1, "--lr", 1, "--rounds", n, name=f"{n}") for n in (1, 3)
+    )
+    same = torch.equal(checkpoint(early)["pseudo_label"], checkpoint(late)["pseudo_label"])
+    assert same == (kind == "fpl")
+
+
+# ---- flags --------------------------------------------------------------------------------------------------------
+
+CPL = "--pseudo-labels cpl --shots 3"
+COPL = "--pseudo-labels copl --train-subset 1000 --rounds 1"
+FEW = f"{COPL} --conf-quantile 0.98"  # so few images pass that some class has none
+FLAGS = [  # each pair of settings has to give different runs; one alone is compared with the short settings
+    "--seed 2",
+    "--split-seed 1",
+    "--amp",
+    "--train-subset 150",
+    "--skip-share 0.3",
+    "--template {}-{}",
+    "--text-prompts 3",
+    "--prompt-std 0.1",
+    "--beta 1",
+    "--partition iid",
+    "--partition quantity --shuffle-classes | --partition quantity",
+    "--clients 3",
+    "--local-epochs 2",
+    "--batch-size 8",
+    "--lr 0.05",
+    "--momentum 0",
+    "--weight-decay 0",
+    "--refresh 1",
+    "--pseudo-labels fpl --shots 3 | --pseudo-labels fpl --shots grow",
+    "--pseudo-labels ifpl --shots 3 --refresh 1 | --pseudo-labels fpl --shots 3 --refresh 1",
+    f"{CPL} | --pseudo-labels fpl --shots 3",
+    f"{CPL} --intra-quantile 0.1 | {CPL} --intra-quantile 1 --inter-quantile 0.1",
+    f"{CPL} --inter-quantile 0.1 | {CPL} --inter-quantile 0.9",
+    f"{COPL} --no-conf-filter | {COPL}",
+    f"{COPL} --no-entropy-filter | {COPL}",
+    f"{COPL} --conf-quantile 0.9 | {COPL}",
+    f"{COPL} --entropy-quantile 0.9 | {COPL}",
+    f"{COPL} --no-allocation | {COPL}",
+    f"{COPL} --budget exact | {COPL}",
+    f"{FEW} --unseen-classes none | {FEW}",
+]
+OWN_FLAGS = {
+    "fedcopl.py": [
+        "--aggregate text",
+        "--visual-lr 0.05",
+        "--visual-prompts 3",
+        "--prompt-depth 1",
+        "--shared-momentum",
+    ],
+}
+NOT_TRIED = {"help", "device", "out_dir", "run_name", "resume", "overwrite", "dataset", "data_dir", "rounds"}
+NOT_TRIED |= {"model", "pretrained", "cache_gb", "ceiling"}  # change nothing here, see tests of their own
+
+
+@pytest.mark.slow
+def test_every_flag_is_read(method, tmp_path):
+    done = {}
+
+    def run(flags):
+        if flags not in done:
+            words = [word.replace("{}-{}", "a drawing of {}") for word in flags.split()]
+            folder = method.train(tmp_path, *words, name=f"run{len(done)}")
+            done[flags] = rows(folder), whole_state(folder)
+        return done[flags]
+
+    same, lines = [], FLAGS + OWN_FLAGS.get(method.name, [])
+    for flags in lines:
+        one, _, other = flags.partition("|")
+        if equal(run(one.strip()), run(other.strip())):
+            same.append(flags)
+    assert same == []
+    known = {action.dest for action in parser_actions(method)} - NOT_TRIED
+    tried = {word[2:].replace("-", "_") for flags in lines for word in flags.split() if word.startswith("--")}
+    assert known <= {word.removeprefix("no_") for word in tried}
