@@ -40,6 +40,10 @@ FSSL = (  # settings that all semi-supervised scripts know
     "--local-epochs 1 --batch-size 16 --device cpu"
 )
 PLUG_IN = "--gpt --icpl --gpt-epochs 2"
+CLIP = (  # settings that all scripts with a CLIP know
+    "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
+    "--device cpu"
+)
 SCRIPTS = {
     "proxyfl.py": Script(
         f"{FSSL} --gpt-epochs 2 --batch-size 8",
@@ -59,9 +63,13 @@ SCRIPTS = {
     "baselines/feddb.py": Script(f"{FSSL} --tau 0.12", ["", "--exact-simplex"]),
     "baselines/sage.py": Script(f"{FSSL} --tau 0.3", ["", PLUG_IN]),
     "baselines/fedproto.py": Script(f"{FSSL} --tau 0.15", ["", "--prototypes all --lambda-proto 3"]),
+    "baselines/promptfl.py": Script(
+        CLIP,
+        ["", "--pseudo-labels cpl --refresh 3", "--pseudo-labels copl", "--pseudo-labels ifpl --shots grow --refresh 1"],
+        needs_clip=True,
+    ),
     "fedcopl.py": Script(
-        "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
-        "--device cpu",
+        CLIP,
         ["", "--refresh 3", "--shared-momentum --aggregate none", "--refresh 1 --aggregate text --no-allocation"],
         needs_clip=True,
     ),

@@ -45,6 +45,17 @@ FSSL_OUT_OF_RANGE = {  # of every semi-supervised script
     "--width": ("0", "7"),
     "--image-size": ("4", "1e9"),
 }
+CLIP_OUT_OF_RANGE = {  # of every script with a CLIP
+    "--skip-share": ("1", "-0.1", "nan"),
+    "--text-prompts": ("-1", "1.5"),
+    "--prompt-std": ("-0.1", "inf"),
+    "--refresh": ("0", "-5"),
+    "--shots": ("0", "-1", "1.5", "grown", ""),
+    "--intra-quantile": ("-0.1", "1.1", "nan"),
+    "--inter-quantile": ("-0.1", "80"),
+    "--conf-quantile": ("-0.1", "1.1", "nan"),
+    "--entropy-quantile": ("-0.1", "50"),
+}
 PSEUDO_LABELS = {"--conf-threshold": ("-0.1", "3", "nan"), "--mu": ("0",), "--lambda-u": ("-1", "nan")}
 PLUG_IN = {"--lambda-icpl": ("inf",), "--gpt-epochs": ("-1",), "--gpt-lr": ("nan",)}
 OWN_OUT_OF_RANGE = {
@@ -101,22 +112,16 @@ OWN_OUT_OF_RANGE = {
     },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
-        "--skip-share": ("1", "-0.1", "nan"),
         "--cache-gb": ("-1", "inf"),
-        "--text-prompts": ("-1", "1.5"),
         "--visual-prompts": ("-1",),
         "--prompt-depth": ("-1",),
-        "--prompt-std": ("-0.1", "inf"),
-        "--refresh": ("0", "-5"),
-        "--conf-quantile": ("-0.1", "1.1", "nan"),
-        "--entropy-quantile": ("-0.1", "50"),
     },
 }
 
 
-def group(name, table):
-    """What a table has for this script: the tables of the semi-supervised scripts, or nothing."""
-    return table if name in SEMI_SUPERVISED else type(table)()
+def group(name, semi_supervised, with_clip):
+    """The table of the group that this script belongs to."""
+    return semi_supervised if name in SEMI_SUPERVISED else with_clip
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,9 @@ def group(name, table):
     [
         (name, flag.format(ALPHA[name]), value)
         for name in SCRIPTS
-        for flag, values in (OUT_OF_RANGE | group(name, FSSL_OUT_OF_RANGE) | OWN_OUT_OF_RANGE.get(name, {})).items()
+        for flag, values in (
+            OUT_OF_RANGE | group(name, FSSL_OUT_OF_RANGE, CLIP_OUT_OF_RANGE) | OWN_OUT_OF_RANGE.get(name, {})
+        ).items()
         for value in values
     ],
 )
@@ -164,6 +171,29 @@ FSSL_MISTAKES = [  # of every semi-supervised script
     (["--image-size", 10], ["--image-size 10", "4"]),
     (["--dataset", "cinic10", "--data-dir", "no such place"], ["no such place", "CINIC-10.tar.gz"]),
 ]
+CLIP_MISTAKES = [  # of every script with a CLIP
+    (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
+    (["--partition", "official"], ["--partition", "dirichlet", "quantity", "iid"]),
+    (["--shuffle-classes"], ["--shuffle-classes", "--partition quantity", "dirichlet"]),
+    (["--clients", 201], ["--clients 201", "200"]),
+    (["--dataset", "svhn"], ["--dataset svhn", "cifar10", "dtd"]),
+    (["--dataset", "fashion-mnist"], ["--dataset fashion-mnist", "cifar10", "dtd"]),
+    (["--dataset", "resisc45", "--data-dir", "no such place"], ["no such place", "--data-dir", "resisc45"]),
+    (["--template", "a photo of a cat"], ["--template", "'a photo of a cat'", "{}"]),
+    (["--template", "a {} or a {}"], ["--template", "'a {} or a {}'", "one {}"]),
+    (["--template", ""], ["--template", "{}"]),
+    (["--text-prompts", 74], ["--text-prompts", "77", "74 prompts", "class '0'", "4 tokens"]),
+    (["--text-prompts", 75], ["--text-prompts 75", "77 tokens"]),
+    (["--pseudo-labels", "grip"], ["--pseudo-labels", "copl", "fpl", "ifpl", "cpl"]),
+    (["--pseudo-labels", "copl", "--shots", 4], ["--shots", "--pseudo-labels fpl, ifpl, cpl", "not for copl"]),
+    (["--pseudo-labels", "copl", "--shots", "grow"], ["--shots", "--pseudo-labels fpl, ifpl, cpl", "not for copl"]),
+    (["--pseudo-labels", "fpl", "--intra-quantile", 0.5], ["--intra-quantile", "--pseudo-labels cpl", "not for fpl"]),
+    (["--pseudo-labels", "copl", "--intra-quantile", 0.5], ["--intra-quantile", "--pseudo-labels cpl", "not for copl"]),
+    (["--pseudo-labels", "ifpl", "--inter-quantile", 0.5], ["--inter-quantile", "--pseudo-labels cpl", "not for ifpl"]),
+    (["--budget", "round"], ["--budget", "ceil", "exact"]),
+    (["--unseen-classes", "all"], ["--unseen-classes", "grow", "none"]),
+    (["--ceiling", "float64"], ["--ceiling", "integer", "float32"]),
+]
 OWN_MISTAKES = {
     "proxyfl.py": [
         (["--variant", "both"], ["--variant", "paper", "official"]),
@@ -195,23 +225,13 @@ OWN_MISTAKES = {
         (["--variant", "official", "--virtual-lr", 0.1], ["--virtual-lr", "--variant official"]),
         (["--variant", "official", "--fine-hidden", 100], ["--fine-hidden", "--variant official"]),
     ],
+    "baselines/promptfl.py": [  # the image tower has no prompts
+        (["--aggregate", "text"], ["--aggregate"]),
+        (["--visual-lr", 0.1], ["--visual-lr"]),
+    ],
     "fedcopl.py": [
-        (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
-        (["--partition", "official"], ["--partition", "dirichlet", "quantity", "iid"]),
-        (["--clients", 201], ["--clients 201", "200"]),
-        (["--dataset", "svhn"], ["--dataset svhn", "cifar10", "dtd"]),
-        (["--dataset", "fashion-mnist"], ["--dataset fashion-mnist", "cifar10", "dtd"]),
         (["--aggregate", "all"], ["--aggregate", "visual", "text", "both", "none"]),
-        (["--budget", "round"], ["--budget", "ceil", "exact"]),
-        (["--unseen-classes", "all"], ["--unseen-classes", "grow", "none"]),
-        (["--ceiling", "float64"], ["--ceiling", "integer", "float32"]),
-        (["--template", "a photo of a cat"], ["--template", "'a photo of a cat'", "{}"]),
-        (["--template", "a {} or a {}"], ["--template", "'a {} or a {}'", "one {}"]),
-        (["--template", ""], ["--template", "{}"]),
         (["--prompt-depth", 4], ["--prompt-depth 4", "3 blocks"]),
-        (["--text-prompts", 74], ["--text-prompts", "77", "74 prompts", "class '0'", "4 tokens"]),
-        (["--text-prompts", 75], ["--text-prompts 75", "77 tokens"]),
-        (["--dataset", "resisc45", "--data-dir", "no such place"], ["no such place", "--data-dir", "resisc45"]),
     ],
 }
 
@@ -229,7 +249,7 @@ def offline(*_, **__):
             [w.replace("{A}", ALPHA[name]) for w in words],
         )
         for name in SCRIPTS
-        for flags, words in MISTAKES + group(name, FSSL_MISTAKES) + OWN_MISTAKES.get(name, [])
+        for flags, words in MISTAKES + group(name, FSSL_MISTAKES, CLIP_MISTAKES) + OWN_MISTAKES.get(name, [])
     ],
 )
 def test_contradictions_and_unknown_values(tmp_path, monkeypatch, name, flags, words):
@@ -339,6 +359,10 @@ CHANGES = [  # of every script
     (["--rounds", 1], ["--rounds 2 -> 1", "grow"]),
     (["{}", "inf"], ["{} 0.1 -> inf"]),
 ]
+CLIP_CHANGES = [  # of every script with a CLIP
+    (["--seed", 2, "--no-allocation"], ["--seed 1 -> 2", "--allocation True -> False"]),
+    (["--template", "an image of {}"], ["--template a photo of a {} -> an image of {}"]),
+]
 OWN_CHANGES = {
     "baselines/fedavg.py": [(["--seed", 2, "--labels", "all"], ["--seed 1 -> 2", "--labels labelled -> all"])],
     "baselines/fixmatch.py": [
@@ -358,10 +382,14 @@ OWN_CHANGES = {
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
     ],
+    "baselines/promptfl.py": [
+        (["--pseudo-labels", "cpl"], ["--pseudo-labels fpl -> cpl"]),
+        (["--pseudo-labels", "copl"], ["--pseudo-labels fpl -> copl", "--shots 16 -> None"]),
+        (["--shots", "grow"], ["--shots 16 -> grow"]),
+    ],
     "fedcopl.py": [
-        (["--seed", 2, "--no-allocation"], ["--seed 1 -> 2", "--allocation True -> False"]),
         (["--refresh", 3, "--aggregate", "both"], ["--refresh 2 -> 3", "--aggregate visual -> both"]),
-        (["--template", "an image of {}"], ["--template a photo of a {} -> an image of {}"]),
+        (["--pseudo-labels", "cpl"], ["--pseudo-labels copl -> cpl", "--shots None -> 16"]),
     ],
 }
 
@@ -373,7 +401,7 @@ def test_changed_settings_are_listed_on_resume(method, tmp_path):
         flags = [str(flag).format(alpha) for flag in flags]
         message = complaint(method, tmp_path, "--run-name", "run", "--resume", *flags)
         assert all(word.format(alpha) in message for word in words), message
-    for flags, words in OWN_CHANGES.get(method.name, []):
+    for flags, words in group(method.name, [], CLIP_CHANGES) + OWN_CHANGES.get(method.name, []):
         message = complaint(method, tmp_path, "--run-name", "run", "--resume", *flags)
         assert all(word in message for word in words), message
 

@@ -89,7 +89,7 @@ def test_official_estimate(name):
 def slow_quantile(values, q):
     """Linear interpolation between the two neighbours in sorted order."""
     values, place = sorted(values), q * (len(values) - 1)
-    low = min(int(place), len(values) - 2) if len(values) > 1 else 0
+    low = int(place)
     return values[low] + (place - low) * (values[min(low + 1, len(values) - 1)] - values[low])
 
 

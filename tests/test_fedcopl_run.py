@@ -39,37 +39,50 @@ def labels_table(folder):
     """pseudo_labels.csv as {(round, class): {column: number}}."""
     with open(folder / "pseudo_labels.csv", newline="") as file:
         table = list(csv.DictReader(file))
-    return {(int(row.pop("round")), row.pop("class")): {key: int(value) for key, value in row.items()} for row in table}
+    return {
+        (int(row.pop("round")), row.pop("class")): {key: int(value) if value else None for key, value in row.items()}
+        for row in table
+    }
 
 
 # ---- no label reaches training ------------------------------------------------------------------------------------
 
-OF_THE_TRUTH = {"test_acc_pct", "client_acc_mean_pct", "pooled_acc_pct", "pl_acc_pct", "pl_all_acc_pct"}
+OF_THE_TRUTH = {"test_acc_pct", "client_acc_mean_pct", "pooled_acc_pct", "pl_acc_pct", "pl_all_acc_pct", "set_recall_pct"}
 
 
-@pytest.mark.parametrize("flags", [[], ["--refresh", 1, "--no-allocation"], ["--aggregate", "both"]])
-def test_true_labels_reach_the_log_alone(tmp_path, monkeypatch, flags):
-    honest = fedcopl.prepare_data
+def scrambled(data):
+    """FederatedData with the true labels of all images shuffled."""
+    shuffle = np.random.default_rng(0).permutation
+    train_labels, test_labels = (own[shuffle(len(own))] for own in (data.labels, data.test_labels))
+    return data._replace(labels=train_labels, test_labels=test_labels)
 
-    def scrambled(*given):
-        data, *rest = honest(*given)
-        shuffle = np.random.default_rng(0).permutation
-        train_labels, test_labels = (own[shuffle(len(own))] for own in (data.labels, data.test_labels))
-        return data._replace(labels=train_labels, test_labels=test_labels), *rest
 
-    plain = train(tmp_path, "--rounds", 3, *flags, name="plain")
-    monkeypatch.setattr(fedcopl, "prepare_data", scrambled)
-    other = train(tmp_path, "--rounds", 3, *flags, name="scrambled")
+def check_that_only_the_log_differs(plain, other, same):
+    """Two runs, the second one with other true labels; same: what the checkpoints hold that may not depend on them."""
     a, b = checkpoint(plain), checkpoint(other)
-    assert all(torch.equal(a[name], b[name]) for name in ("visual", "text", "pseudo_label"))
+    assert all(torch.equal(a[name], b[name]) for name in (*same, "pseudo_label", "candidate"))
     assert (a["pseudo_label"] >= 0).any()
-    hidden = {"predicted_correct", "selected_correct"}
+    hidden = {"predicted_correct", "selected_correct", "candidates_correct"}
     for first, second in zip(labels_table(plain).values(), labels_table(other).values()):
         assert all(first[key] == second[key] for key in first.keys() - hidden)
     for first, second in zip(rows(plain), rows(other)):
         assert {key for key in first if first[key] != second[key]} <= OF_THE_TRUTH
     for column in OF_THE_TRUTH:
         assert [row[column] for row in rows(plain)] != [row[column] for row in rows(other)]  # the scramble was real
+
+
+@pytest.mark.parametrize("flags", [[], ["--refresh", 1, "--no-allocation"], ["--aggregate", "both"], ["--pseudo-labels", "cpl"]])
+def test_true_labels_reach_the_log_alone(tmp_path, monkeypatch, flags):
+    honest = fedcopl.prepare_data
+
+    def prepare(*given):
+        data, *rest = honest(*given)
+        return scrambled(data), *rest
+
+    plain = train(tmp_path, "--rounds", 3, *flags, name="plain")
+    monkeypatch.setattr(fedcopl, "prepare_data", prepare)
+    other = train(tmp_path, "--rounds", 3, *flags, name="scrambled")
+    check_that_only_the_log_differs(plain, other, ("visual", "text"))
 
 
 # ---- clients of odd kinds -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import HEADLINES, ROOT, SCRIPTS, Program, checkpoint, rows, same_run
+from scripts import HEADLINES, ROOT, SCRIPTS, UNSUPERVISED, Program, checkpoint, rows, same_run
 from scripts import method as find_method
 
 import common
@@ -35,9 +35,9 @@ def test_same_command_same_bits_other_seed_other_bits(method, tmp_path):
 
 @pytest.mark.parametrize("name, variant", VARIANTS)
 def test_resumed_run_equals_the_straight_one(tmp_path, name, variant):
-    """fedcopl.py: 2 rounds end with a labelling period or, with --refresh 3, in its middle."""
+    """With a CLIP: 2 rounds end with a labelling period or, with --refresh 3, in its middle."""
     method, flags = find_method(name), variant.split()
-    part, whole = (2, 4) if name == "fedcopl.py" else (1, 2)
+    part, whole = (2, 4) if name in UNSUPERVISED else (1, 2)
     straight = method.train(tmp_path, *flags, "--rounds", whole, name="straight")
     method.train(tmp_path, *flags, "--rounds", part, name="parts")
     parts = method.train(tmp_path, *flags, "--rounds", whole, "--resume", name="parts")
