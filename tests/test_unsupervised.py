@@ -9,6 +9,8 @@ from scripts import UNSUPERVISED, checkpoint, equal, rows
 from scripts import method as find_method
 from test_semi_supervised import check_rows, is_finite, leaves, parser_actions, spy, whole_state
 
+import common
+
 KINDS = {  # of pseudo-labels, with settings under which each selects some images and not all
     "copl": ["--pseudo-labels", "copl"],
     "fpl": ["--pseudo-labels", "fpl", "--shots", 3],
@@ -21,12 +23,6 @@ SIZES = [0, 1, 2, 3, 7, 8, 9, 170]
 @pytest.fixture(params=UNSUPERVISED)
 def method(request):
     return find_method(request.param)
-
-
-def change_data(monkeypatch, method, change):
-    """Let the script see change(data) instead of its FederatedData."""
-    honest = method.module.FederatedData
-    monkeypatch.setattr(method.module, "FederatedData", lambda *given: change(honest(*given)))
 
 
 def prompts(folder, method):
@@ -59,7 +55,8 @@ def test_true_labels_reach_the_log_alone(method, tmp_path, monkeypatch, kind):
 
     flags = [*KINDS[kind], "--rounds", 3]
     plain = method.train(tmp_path, *flags, name="plain")
-    change_data(monkeypatch, method, scramble)
+    honest = method.module.FederatedData
+    monkeypatch.setattr(method.module, "FederatedData", lambda *given: scramble(honest(*given)))
     other = method.train(tmp_path, *flags, name="scrambled")
     a, b = whole_state(plain), whole_state(other)
     for part in (a, b):
@@ -78,10 +75,10 @@ def test_true_labels_reach_the_log_alone(method, tmp_path, monkeypatch, kind):
 def test_clients_of_any_size(method, tmp_path, monkeypatch, kind):
     """Clients with 0, 1, 2, ... images, one without test images; batches that are and are not full."""
 
-    def resize(data):
+    def resized(train_labels, test_labels, *_):
         order, ends = np.random.default_rng(0).permutation(200), np.cumsum(SIZES)
-        test = [own[:0] if client == 3 else own for client, own in enumerate(data.test)]
-        return data._replace(train=np.split(order[: ends[-1]], ends[:-1]), test=test)
+        test = np.array_split(np.arange(len(test_labels)), len(SIZES))
+        return np.split(order, ends[:-1]), [own[:0] if client == 3 else own for client, own in enumerate(test)]
 
     seen = []
 
@@ -91,9 +88,9 @@ def test_clients_of_any_size(method, tmp_path, monkeypatch, kind):
         seen.append((upload.weight.item(), upload.metrics[1].item()))
         return upload
 
-    change_data(monkeypatch, method, resize)
+    monkeypatch.setattr(common, "clip_partition", resized)
     spy(monkeypatch, method, remember)
-    flags = ["--clients", len(SIZES), "--beta", "inf", "--batch-size", 8, *KINDS[kind]]
+    flags = ["--clients", len(SIZES), "--batch-size", 8, *KINDS[kind]]
     folder = method.train(tmp_path, *flags, "--refresh", 1, "--rounds", 2)
     assert len(seen) == 2 * len(SIZES) and all(steps == -(-weight // 8) for weight, steps in seen)
     assert seen[0] == (0, 0) and seen[7][0] > 8
@@ -212,6 +209,14 @@ FLAGS = [  # each pair of settings has to give different runs; one alone is comp
     f"{FEW} --unseen-classes none | {FEW}",
 ]
 OWN_FLAGS = {
+    "baselines/pfedprompt.py": ["--memory-shots 1", "--memory-weight 3", "--memory-sharpness 1"],
+    "baselines/fedotp.py": [
+        "--ot sinkhorn",
+        "--ot-mass 0.5",
+        "--ot-eps 0.3",
+        "--ot-iterations 1",
+        "--ot-tolerance 1",
+    ],
     "fedcopl.py": [
         "--aggregate text",
         "--visual-lr 0.05",
