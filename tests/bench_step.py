@@ -4,12 +4,14 @@
     python tests/bench_step.py --device cuda --amp --compile --csv results/bench.csv
     python tests/bench_step.py --method fedcopl              # FedCoPL, ViT-B/32: a training step and a labelling pass
     python tests/bench_step.py --method baselines            # every semi-supervised method, relative to FixMatch-GPL
+    python tests/bench_step.py --method clip-baselines       # text-only prompt methods, relative to FedCoPL, ViT-B/32
 
 ProxyFL's yardstick is a plain matrix product; FLOPs are counted by torch (convolutions and matrix products, forward and
 backward, the teacher included; one multiply-add is two). FedCoPL's is the plain forward of tests/plain_clip.py: prompts
 appended as tokens and dropped after each block, 77 text tokens, texts encoded again for every batch. Random images and
 weights; the code that runs is client_update and predict of the scripts themselves. The baselines train on enlarged
-digits, whole rounds by their main(); what is timed is client_update, per step. Not collected by pytest.
+digits, whole rounds by their main(); what is timed is client_update, per step. pFedPrompt's step is PromptFL's. Not
+collected by pytest.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -192,12 +195,18 @@ def bench_proxyfl(options, device):
     report(result, options.csv)
 
 
-def bench_fedcopl(options, device):
-    """A training step and a labelling pass of FedCoPL for each number of classes, against the plain forward."""
+def random_clip(options):
+    """The model of --model with random weights, and its tokenizer."""
     logging.disable(logging.WARNING)  # of open_clip: random weights are wanted
     torch.manual_seed(0)
     net, tokenizer = open_clip.create_model(options.model), open_clip.get_tokenizer(options.model)
     net.logit_scale.data.fill_(np.log(100))
+    return net, tokenizer
+
+
+def bench_fedcopl(options, device):
+    """A training step and a labelling pass of FedCoPL for each number of classes, against the plain forward."""
+    net, tokenizer = random_clip(options)
     clip = fedcopl.PromptedCLIP(copy.deepcopy(net), tokenizer).to(device)  # which rewrites the model it is given
     net = net.to(device).eval().requires_grad_(False)
     args = fedcopl.parse_args(["--dataset", "dtd", "--local-epochs", "1", "--batch-size", str(options.batch_size)])
@@ -281,6 +290,63 @@ def bench_fedcopl(options, device):
         report(result | {"matmul_gflops": round(matmul, 1)}, options.csv)
 
 
+def bench_clip_baselines(options, device):
+    """Seconds of a local step of the text-only methods and of FedCoPL; the methods take turns.
+
+    Image features are random: text-only methods compute them once a run, which no step contains.
+    """
+    net, tokenizer = random_clip(options)
+    clip = fedcopl.PromptedCLIP(net, tokenizer).to(device)
+    n, rng = options.steps * options.batch_size, np.random.default_rng(0)
+    side, dim = net.visual.image_size[0], net.text_projection.shape[1]
+    patches = len(net.visual.positional_embedding) - 1
+    vision, words = net.visual.conv1.out_channels, net.positional_embedding.shape[1]
+    draw = {
+        "image": torch.from_numpy(rng.integers(0, 256, (n, 3, side, side), dtype=np.uint8)).to(device),
+        "feature": F.normalize(torch.randn(n, dim, device=device), dim=-1),
+        "patch": F.normalize(torch.randn(n, patches, dim, device=device), dim=-1),
+    }
+    owned, truth, stats = [np.arange(n)], torch.zeros(n), ((0.5,) * 3, (0.3,) * 3)
+    shapes = {"visual": (1, len(clip.vision) - 1, 5, vision), "text": (1, 16, words), "own_text": (1, 16, words)}
+    data = {
+        "fedcopl.py": (draw["image"], draw["image"], truth, truth, owned, owned, stats),
+        "baselines/promptfl.py": (draw["feature"], draw["feature"], truth, truth, owned, owned),
+        "baselines/fedotp.py": (*[[draw["feature"]]] * 2, *[[draw["patch"]]] * 2, truth, truth, owned, owned),
+    }
+    for classes in options.classes or (10, 47, 100):
+        text = clip.text_input([f"class number {i}." for i in range(classes)], 16)
+        label, times, updates = torch.from_numpy(rng.integers(0, classes, n)), {}, {}
+        for script, parts in data.items():
+            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            size = ["--local-epochs", "1", "--batch-size", str(options.batch_size)]
+            args = module.parse_args(["--dataset", "dtd", *size])
+            args.amp = options.amp
+            prompts = module.Prompts(*(0.02 * torch.randn(shapes[k], device=device) for k in module.Prompts._fields))
+            learned = module.Prompts(*(nn.Parameter(value[0].clone()) for value in prompts))
+            optimizer = torch.optim.SGD([{"params": [value]} for value in learned], 0.1, 0.9, weight_decay=0.05)
+            labels = module.Labels(label, F.one_hot(label, classes).bool())
+            given = args, 0, 0, clip, text, module.FederatedData(*parts), prompts, labels, learned, optimizer
+            updates[script], times[script] = partial(module.client_update, *given), []
+        for _ in range(options.repeats):
+            for script, update in updates.items():
+                times[script].append(seconds(update, device, 1) / options.steps)
+        first = statistics.median(times["fedcopl.py"])
+        for script, spent in times.items():
+            step = statistics.median(spent)
+            result = {
+                "device": common.device_name(device),
+                "torch": torch.__version__,
+                "model": options.model,
+                "amp": options.amp,
+                "batch": options.batch_size,
+                "classes": classes,
+                "script": script,
+                "step_s": round(step, 4),
+                "relative": round(step / first, 3),
+            }
+            report(result, options.csv)
+
+
 BASELINES = {  # row: script and flags; relative to the first
     "FixMatch-GPL": ("baselines/fixmatch.py", "--teacher global"),
     "FixMatch-LPL": ("baselines/fixmatch.py", "--teacher local"),
@@ -352,10 +418,10 @@ def bench_baselines(options, device):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--method", choices=("proxyfl", "fedcopl", "baselines"), default="proxyfl")
+    parser.add_argument("--method", choices=("proxyfl", "fedcopl", "baselines", "clip-baselines"), default="proxyfl")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch-size", type=int, default=None, help="default: the paper's, 128 or 64; baselines: 32")
-    parser.add_argument("--classes", type=int, nargs="*", help="default: 10; fedcopl: 10 47 100 200")
+    parser.add_argument("--classes", type=int, nargs="*", help="default: 10; fedcopl: 10 47 100 200; clip: 10 47 100")
     parser.add_argument("--width", type=int, default=None, help="proxyfl: 64; baselines: 16")
     parser.add_argument("--mu", type=int, default=2, help="proxyfl")
     parser.add_argument("--model", default="ViT-B-32-quickgelu", help="fedcopl: an open_clip model")
@@ -369,9 +435,9 @@ def main():
     if options.method == "baselines":
         options.batch_size, options.width = options.batch_size or 32, options.width or 16
         bench_baselines(options, device)
-    elif options.method == "fedcopl":
+    elif options.method in ("fedcopl", "clip-baselines"):
         options.batch_size, options.steps = options.batch_size or 64, options.steps or 1
-        bench_fedcopl(options, device)
+        (bench_fedcopl if options.method == "fedcopl" else bench_clip_baselines)(options, device)
     else:
         options.batch_size, options.steps = options.batch_size or 128, options.steps or 4
         options.width, options.classes = options.width or 64, (options.classes or [10])[0]

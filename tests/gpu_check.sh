@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What needs a GPU, in one call of under 9 minutes: the augmentation's CUDA test, the step benchmarks of ProxyFL, of
-# FedCoPL on ViT-B/32 (random weights) and of all semi-supervised methods, then as many rounds of ProxyFL's full CIFAR-10
-# setting as fit, and two rounds of FedCoPL on the miniature CLIP. Ends with status 1 if a test fails, a benchmark fails
-# or finds a host synchronisation inside a client's training, or no round was completed. No download: the data are those
-# in ./data, or a packed copy.
+# What needs a GPU, in one call of under 10 minutes: the augmentation's CUDA test, the step benchmarks of ProxyFL, of
+# FedCoPL and its baselines on ViT-B/32 (random weights) and of all semi-supervised methods, then as many rounds of
+# ProxyFL's full CIFAR-10 setting as fit, and two rounds of FedCoPL on the miniature CLIP. Ends with status 1 if a test
+# fails, a benchmark fails or finds a host synchronisation inside a client's training, or no round was completed. No
+# download: the data are those in ./data, or a packed copy.
 #
 #   bash tests/gpu_check.sh [PACK]      # PACK: folder with cifar10_jpeg.npz and unpack_cifar10.py; default: use ./data
 #
@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-results/gpu}
 device=${DEVICE:-cuda}
 mkdir -p "$out"
-rm -f "$out/bench_step.csv" "$out/bench_clip.csv" "$out/bench_baselines.csv"
+rm -f "$out/bench_step.csv" "$out/bench_clip.csv" "$out/bench_baselines.csv" "$out/bench_clip_baselines.csv"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 data=data
@@ -35,6 +35,8 @@ for flags in "--no-amp" "--amp"; do
 done
 timeout 90 python3 tests/bench_step.py --method baselines --device "$device" ${BASELINE_FLAGS:---repeats 1} \
   --csv "$out/bench_baselines.csv" || { echo "bench_step baselines: failed"; status=1; }
+timeout 60 python3 tests/bench_step.py --method clip-baselines --device "$device" ${CLIP_FLAGS:---steps 10} \
+  --csv "$out/bench_clip_baselines.csv" || { echo "bench_step clip-baselines: failed"; status=1; }
 grep -q "found (" "$out/bench_step.csv" "$out/bench_clip.csv" && status=1
 timeout 150 python3 fedcopl.py --device "$device" --data-dir "$work" --out-dir "$work/runs" --run-name digits --rounds 2 \
   > "$out/fedcopl.log" 2>&1 || status=1
@@ -51,6 +53,8 @@ cut -d, -f3-15 "$out/bench_clip.csv"
 tail -n 2 "$out/fedcopl.log"
 echo "== a local step of each semi-supervised method"
 cut -d, -f5-8 "$out/bench_baselines.csv"
+echo "== a local step of each CLIP method"
+cut -d, -f6-9 "$out/bench_clip_baselines.csv"
 echo "== CIFAR-10 (JPEG copy), the paper's setting, alpha 0.1"
 tail -n 4 "$out/train.log"
 cat "$out/cifar10_summary.json"
