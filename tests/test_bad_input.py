@@ -99,6 +99,18 @@ OWN_OUT_OF_RANGE = {
         "--prior-momentum": ("-0.1", "1.1", "nan"),
         "--prior-floor": ("0", "2", "nan"),
     },
+    "baselines/pfedprompt.py": {
+        "--memory-shots": ("-1", "1.5", "nan"),
+        "--memory-weight": ("-1", "nan", "inf", "1e7"),
+        "--memory-sharpness": ("-0.1", "nan", "inf", "1e300"),
+        "--text-prompts": ("-1", "1.5"),
+        "--prompt-std": ("-0.1", "inf"),
+        "--skip-share": ("1", "-0.1", "nan"),
+        "--refresh": ("0", "-5"),
+        "--shots": ("0", "1.5", "most"),
+        "--intra-quantile": ("-0.1", "nan"),
+        "--inter-quantile": ("1.1", "95"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -194,6 +206,16 @@ OWN_MISTAKES = {
         (["--variant", "paper", "--fine-tune-epochs", 0], ["--fine-tune-epochs", "--variant paper"]),
         (["--variant", "official", "--virtual-lr", 0.1], ["--virtual-lr", "--variant official"]),
         (["--variant", "official", "--fine-hidden", 100], ["--fine-hidden", "--variant official"]),
+    ],
+    "baselines/pfedprompt.py": [
+        (["--partition", "official"], ["--partition", "dirichlet", "quantity", "iid"]),
+        (["--clients", 201], ["--clients 201", "200"]),
+        (["--dataset", "svhn"], ["--dataset svhn", "cifar10", "dtd"]),
+        (["--pseudo-labels", "zero"], ["--pseudo-labels", "copl", "fpl", "ifpl", "cpl"]),
+        (["--pseudo-labels", "copl", "--shots", 4], ["--shots", "fpl, ifpl, cpl", "copl"]),
+        (["--pseudo-labels", "fpl", "--intra-quantile", 0.5], ["--intra-quantile", "cpl", "fpl"]),
+        (["--memory-beta", 2], ["--memory-beta"]),
+        (["--text-prompts", 75], ["--text-prompts 75", "77 tokens"]),
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -353,6 +375,10 @@ OWN_CHANGES = {
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
+    ],
+    "baselines/pfedprompt.py": [
+        (["--memory-weight", 0, "--memory-shots", 3], ["--memory-weight 1.0 -> 0.0", "--memory-shots 16 -> 3"]),
+        (["--memory-sharpness", 1, "--shots", "grow"], ["--memory-sharpness 5.5 -> 1.0", "--shots 16 -> grow"]),
     ],
     "fedcopl.py": [
         (["--seed", 2, "--no-allocation"], ["--seed 1 -> 2", "--allocation True -> False"]),
