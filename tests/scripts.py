@@ -68,6 +68,11 @@ SCRIPTS = {
         ["", "--pseudo-labels cpl --refresh 3", "--pseudo-labels copl", "--pseudo-labels ifpl --shots grow --refresh 1"],
         needs_clip=True,
     ),
+    "baselines/pfedprompt.py": Script(
+        CLIP,
+        ["", "--refresh 1", "--refresh 1 --pseudo-labels copl --memory-shots 2", "--pseudo-labels fpl --shots grow"],
+        needs_clip=True,
+    ),
     "fedcopl.py": Script(
         CLIP,
         ["", "--refresh 3", "--shared-momentum --aggregate none", "--refresh 1 --aggregate text --no-allocation"],

@@ -110,6 +110,11 @@ OWN_OUT_OF_RANGE = {
         "--prior-momentum": ("-0.1", "1.1", "nan"),
         "--prior-floor": ("0", "2", "nan"),
     },
+    "baselines/pfedprompt.py": {
+        "--memory-shots": ("-1", "1.5", "nan"),
+        "--memory-weight": ("-1", "nan", "inf", "1e7"),
+        "--memory-sharpness": ("-0.1", "nan", "inf", "1e300"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--cache-gb": ("-1", "inf"),
@@ -229,6 +234,7 @@ OWN_MISTAKES = {
         (["--aggregate", "text"], ["--aggregate"]),
         (["--visual-lr", 0.1], ["--visual-lr"]),
     ],
+    "baselines/pfedprompt.py": [(["--memory-beta", 2], ["--memory-beta"])],
     "fedcopl.py": [
         (["--aggregate", "all"], ["--aggregate", "visual", "text", "both", "none"]),
         (["--prompt-depth", 4], ["--prompt-depth 4", "3 blocks"]),
@@ -386,6 +392,10 @@ OWN_CHANGES = {
         (["--pseudo-labels", "cpl"], ["--pseudo-labels fpl -> cpl"]),
         (["--pseudo-labels", "copl"], ["--pseudo-labels fpl -> copl", "--shots 16 -> None"]),
         (["--shots", "grow"], ["--shots 16 -> grow"]),
+    ],
+    "baselines/pfedprompt.py": [
+        (["--memory-weight", 0, "--memory-shots", 3], ["--memory-weight 1.0 -> 0.0", "--memory-shots 16 -> 3"]),
+        (["--memory-sharpness", 1, "--shots", "grow"], ["--memory-sharpness 5.5 -> 1.0", "--shots 16 -> grow"]),
     ],
     "fedcopl.py": [
         (["--refresh", 3, "--aggregate", "both"], ["--refresh 2 -> 3", "--aggregate visual -> both"]),
