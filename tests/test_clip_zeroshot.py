@@ -96,6 +96,17 @@ def test_figures_are_those_of_fedcopl(tmp_path, flags):
     assert (row["bytes_up"], row["bytes_down"]) == ("0", "0")
 
 
+def test_the_split_goes_by_the_training_images_that_are_left(tmp_path):
+    flags = ["--dataset", "digits", "--model", METHOD.short[-3], "--pretrained", METHOD.short[-1], "--clients", "4"]
+    clip_zeroshot.main([*flags, "--skip-share", "0.3", "--out-dir", str(tmp_path), "--run-name", "run"])
+    data = common.load_dataset("digits", "data", 16, clip=True, skip_share=0.3, memory_gb=0)
+    parts = common.clip_partition(
+        data.train_labels, data.test_labels, 4, 0.1, random_state=common.clip_random_state(CLASSES)
+    )
+    for kind, part in zip(("train", "test"), parts):
+        assert [row[kind] for row in read(tmp_path / "run" / "clients.csv")] == [str(len(own)) for own in part]
+
+
 def test_both_recipes_against_a_plain_loop(tmp_path, monkeypatch):
     """All 80 templates; towers in the plainest form, unit length before and after the mean, one cosine at a time."""
     monkeypatch.setitem(clip_zeroshot.ENSEMBLES, "openai", open_clip.OPENAI_IMAGENET_TEMPLATES)
@@ -141,6 +152,8 @@ def test_ensembles_are_those_of_open_clip(monkeypatch):
         "simple": 7,
         "none": 0,
     }
+    ((odd,),) = clip_zeroshot.text_recipes("a {x} {0} {} b", "none").values()
+    assert odd("y") == "a {x} {0} y b"  # one place alone is filled in
     recipes = clip_zeroshot.text_recipes("a {} b", "simple")
     assert list(recipes) == ["template 'a {} b'", "ensemble simple, 7 templates"]
     (only,), seven = recipes.values()
