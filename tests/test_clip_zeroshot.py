@@ -275,7 +275,7 @@ def test_a_text_that_would_be_cut_is_refused(extra, fits):
 
 
 class Words:
-    """A tokenizer as others have them: no start token, the end token is also the filling, or a last token at the end."""
+    """A tokenizer as others have them: no start token, the end token also fills, or a last token at the very end."""
 
     context_length = 8
 
