@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, rows
+from scripts import rows
 from scripts import method as find_method
 from test_bad_input import complaint
 from test_fedcopl_maths import ONE_PROCESS, random_prob, settings, slow_quantile
@@ -413,18 +413,15 @@ def test_who_is_asked():
         assert [fedcopl.asks_zero_shot(args, it) for it in range(3)] == [True, kind == "fpl", kind == "fpl"]
 
 
-@pytest.mark.parametrize(
-    "flags", ["fpl", "ifpl --shots 3", "ifpl --shots grow", "cpl --shots 5 --intra-quantile 1 --inter-quantile 0.5"]
-)
+@pytest.mark.parametrize("flags", ["fpl", "ifpl --shots grow", "cpl --shots 5 --intra-quantile 1 --inter-quantile 0.5"])
 def test_a_run_asks_the_right_model_and_logs_it(tmp_path, monkeypatch, flags):
     """fpl hears zero-shot CLIP at each refresh; the others, from the second one on, the prompts each client holds."""
-    honest, asked = fedcopl.label_images, []
-    monkeypatch.setattr(fedcopl, "label_images", lambda *given: asked.append(given) or honest(*given))
+    asked, prompts, honest = [], [], (fedcopl.label_images, fedcopl.server_update)
+    monkeypatch.setattr(fedcopl, "label_images", lambda *given: asked.append(given) or honest[0](*given))
+    monkeypatch.setattr(fedcopl, "server_update", lambda *given: prompts.append(honest[1](*given)) or prompts[-1])
     flags = ["--pseudo-labels", *flags.split()]
     kind = flags[1]
-    folder = train(tmp_path, *flags)
-    held = fedcopl.Prompts(*(checkpoint(folder)[name] for name in fedcopl.Prompts._fields))
-    train(tmp_path, *flags, "--rounds", 3, "--resume")
+    folder, held = train(tmp_path, *flags, "--rounds", 3), prompts[1]
     clip = fedcopl.load_clip(*SHORT[SHORT.index("--model") + 1 :: 2])[0]
     names = [str(c) for c in range(CLASSES)]
     zero_shot = clip.encode_text(clip.text_input([f"a photo of a {name}" for name in names], 0))
