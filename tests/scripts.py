@@ -59,6 +59,12 @@ SCRIPTS = {
     "baselines/feddb.py": Script(f"{FSSL} --tau 0.12", ["", "--exact-simplex"]),
     "baselines/sage.py": Script(f"{FSSL} --tau 0.3", ["", PLUG_IN]),
     "baselines/fedproto.py": Script(f"{FSSL} --tau 0.15", ["", "--prototypes all --lambda-proto 3"]),
+    "baselines/fedotp.py": Script(
+        "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
+        "--ot-iterations 12 --device cpu",
+        ["", "--refresh 1", "--ot sinkhorn --pseudo-labels copl"],
+        needs_clip=True,
+    ),
     "fedcopl.py": Script(
         "--dataset digits --train-subset 200 --clients 4 --rounds 2 --local-epochs 1 --batch-size 16 --refresh 2 "
         "--device cpu",

@@ -99,6 +99,15 @@ OWN_OUT_OF_RANGE = {
         "--prior-momentum": ("-0.1", "1.1", "nan"),
         "--prior-floor": ("0", "2", "nan"),
     },
+    "baselines/fedotp.py": {
+        "--ot-mass": ("0", "1.1", "nan"),
+        "--ot-eps": ("0", "-0.1", "1e-4", "inf"),
+        "--ot-iterations": ("0", "1.5"),
+        "--ot-tolerance": ("-1e-3", "nan"),
+        "--text-prompts": ("-1", "1.5"),
+        "--refresh": ("0", "-5"),
+        "--shots": ("0", "all"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--skip-share": ("1", "-0.1", "nan"),
@@ -194,6 +203,15 @@ OWN_MISTAKES = {
         (["--variant", "paper", "--fine-tune-epochs", 0], ["--fine-tune-epochs", "--variant paper"]),
         (["--variant", "official", "--virtual-lr", 0.1], ["--virtual-lr", "--variant official"]),
         (["--variant", "official", "--fine-hidden", 100], ["--fine-hidden", "--variant official"]),
+    ],
+    "baselines/fedotp.py": [
+        (["--ot", "cosine"], ["--ot", "partial", "sinkhorn"]),
+        (["--ot", "sinkhorn", "--ot-mass", 0.8], ["--ot-mass 0.8", "--ot sinkhorn"]),
+        (["--pseudo-labels", "copl", "--shots", 3], ["--shots", "fpl, ifpl, cpl", "copl"]),
+        (["--pseudo-labels", "none"], ["--pseudo-labels", "copl", "fpl", "ifpl", "cpl"]),
+        (["--clients", 201], ["--clients 201", "200"]),
+        (["--aggregate", "visual"], ["--aggregate"]),
+        (["--text-prompts", 75], ["--text-prompts 75", "77 tokens"]),
     ],
     "fedcopl.py": [
         (["--partition", "pathological"], ["--partition", "dirichlet", "quantity", "iid"]),
@@ -353,6 +371,10 @@ OWN_CHANGES = {
     "proxyfl.py": [
         (["--seed", 2, "--no-gpt"], ["--seed 1 -> 2", "--gpt True -> False"]),
         (["--variant", "paper"], ["--variant official -> paper", "--confident"]),
+    ],
+    "baselines/fedotp.py": [
+        (["--ot", "sinkhorn", "--seed", 2], ["--seed 1 -> 2", "--ot partial -> sinkhorn", "--ot-mass 0.8 -> 1.0"]),
+        (["--ot-eps", 0.01, "--pseudo-labels", "ifpl"], ["--ot-eps 0.1 -> 0.01", "--pseudo-labels cpl -> ifpl"]),
     ],
     "fedcopl.py": [
         (["--seed", 2, "--no-allocation"], ["--seed 1 -> 2", "--allocation True -> False"]),
