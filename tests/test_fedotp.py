@@ -27,6 +27,12 @@ def solve(similarity, eps=0.1, mass=0.8, iterations=100, tolerance=0.0, whole=Fa
     return fedotp.transport_plan(similarity, eps, mass, iterations, tolerance, whole)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A short run with CPL's labels, refreshed in each of its two rounds."""
+    return train(tmp_path_factory.mktemp("plain"), "--refresh", 1)
+
+
 # ---- the plan -----------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +195,7 @@ def test_score_of_an_image_does_not_depend_on_its_neighbours_beyond_the_toleranc
 # ---- the model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def clip():
     return fedotp.load_clip(str(mini_clip() / "mini.json"), str(mini_clip() / "mini.pt"))[0]
 
@@ -314,9 +320,8 @@ def test_a_client_trains_on_its_own_selected_images_with_their_own_labels(clip):
         assert grad.abs().max() > 0
 
 
-def test_only_the_global_prompt_is_averaged(tmp_path):
-    folder = train(tmp_path)
-    state = checkpoint(folder)
+def test_only_the_global_prompt_is_averaged(tmp_path, plain):
+    state = checkpoint(plain)
     assert state["text"].shape == state["own_text"].shape == (CLIENTS, 16, WIDTH)
     assert all(torch.equal(state["text"][0], other) for other in state["text"][1:])
     assert not any(torch.equal(state["own_text"][0], other) for other in state["own_text"][1:])
@@ -326,7 +331,7 @@ def test_only_the_global_prompt_is_averaged(tmp_path):
         drawn = common.stream(1, "init", name).normal(0, 0.02, (16, WIDTH)).astype(np.float32)
         torch.testing.assert_close(start[name][0], torch.from_numpy(drawn))
     assert not torch.equal(start["text"], start["own_text"])
-    for row in rows(folder):
+    for row in rows(plain):
         assert float(row["distance_own_text"]) > 0 and float(row["drift_own_text"]) > 0
 
 
@@ -349,30 +354,27 @@ def labels_table(folder):
 
 
 @pytest.mark.parametrize("kind", ["cpl", "fpl"])
-def test_first_labels_are_those_of_promptfl(tmp_path, monkeypatch, kind):
-    """Zero-shot CLIP's, by its class token; fpl keeps them at each refresh, cpl asks both prompts and patches."""
-    flags = ["--pseudo-labels", kind, "--refresh", 1]
-    ours = labels_table(train(tmp_path, *flags, name="fedotp"))
-    monkeypatch.setattr(common.RunFolder, "plot", lambda *_: None)
+def test_first_labels_are_those_of_promptfl(tmp_path, monkeypatch, plain, kind):
+    """Zero-shot CLIP's, by its class token; fpl keeps them at each refresh, cpl then asks both prompts and patches."""
+    flags = ["--pseudo-labels", kind, "--refresh", "1", "--out-dir", str(tmp_path), "--run-name", "promptfl"]
     own = METHOD.short.index("--ot-iterations")
-    short = METHOD.short[:own] + METHOD.short[own + 2 :]
-    promptfl.main([*short, "--out-dir", str(tmp_path), "--run-name", "promptfl", *map(str, flags)])
-    theirs = labels_table(tmp_path / "promptfl")
+    monkeypatch.setattr(common.RunFolder, "plot", lambda *_: None)
+    promptfl.main([*METHOD.short[:own], *METHOD.short[own + 2 :], *flags])
+    folder = plain if kind == "cpl" else train(tmp_path, "--refresh", 1, "--pseudo-labels", kind)
+    ours, theirs = labels_table(folder), labels_table(tmp_path / "promptfl")
     assert [row["round"] for row in ours] == ["1"] * CLASSES + ["2"] * CLASSES
     assert ours[:CLASSES] == theirs[:CLASSES]
     assert (ours == theirs) == (kind == "fpl")
-    a, b = (checkpoint(tmp_path / name)["zero_shot"] for name in ("fedotp", "promptfl"))
-    assert a == b
+    assert checkpoint(folder)["zero_shot"] == checkpoint(tmp_path / "promptfl")["zero_shot"]
 
 
-def test_true_labels_reach_the_log_alone(tmp_path, monkeypatch):
+def test_true_labels_reach_the_log_alone(tmp_path, monkeypatch, plain):
     honest = fedotp.prepare_data
 
     def scrambled(*given):
         data, *rest = honest(*given)
         return data._replace(train_labels=data.train_labels.roll(7), test_labels=data.test_labels.roll(5)), *rest
 
-    plain = train(tmp_path, "--refresh", 1, name="plain")
     monkeypatch.setattr(fedotp, "prepare_data", scrambled)
     other = train(tmp_path, "--refresh", 1, name="scrambled")
     a, b = checkpoint(plain), checkpoint(other)
@@ -380,14 +382,14 @@ def test_true_labels_reach_the_log_alone(tmp_path, monkeypatch):
     assert rows(plain) != rows(other)
 
 
-@pytest.mark.parametrize("kind, exchanged", [("cpl", 0), ("copl", 4 * CLASSES * CLIENTS)])
-def test_bytes_are_exact(tmp_path, kind, exchanged):
+def test_bytes_are_exact(tmp_path, plain):
     """One of the two prompts both ways; at a refresh 4 bytes up for a number, and what CoPL exchanges."""
-    sent = 4 * 16 * WIDTH
-    for row in rows(train(tmp_path, "--pseudo-labels", kind)):
-        refresh = row["round"] == "1"
-        assert int(row["bytes_up"]) == sent * int(row["clients_trained"]) + (exchanged + 4 * CLIENTS) * refresh
-        assert int(row["bytes_down"]) == sent * CLIENTS + exchanged * refresh
+    sent, exchanged = 4 * 16 * WIDTH, 4 * CLASSES * CLIENTS
+    cooperative = rows(train(tmp_path, "--pseudo-labels", "copl"))
+    for row, extra in zip(rows(plain) + cooperative, (0, 0, exchanged, None)):
+        number = 0 if extra is None else 4 * CLIENTS
+        assert int(row["bytes_up"]) == sent * int(row["clients_trained"]) + (extra or 0) + number
+        assert int(row["bytes_down"]) == sent * CLIENTS + (extra or 0)
 
 
 def test_bytes_of_the_published_model():
@@ -414,8 +416,7 @@ def test_defaults():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--ot-eps 0.001 --ot-mass 1 --ot-iterations 50",
-        "--ot sinkhorn --text-prompts 0 --ot-iterations 1",
+        "--ot-eps 0.001 --ot-mass 1 --ot-iterations 50 --text-prompts 0",
         "--clients 12 --pseudo-labels copl --amp --rounds 1",
     ],
 )
