@@ -73,6 +73,11 @@ SCRIPTS = {
         ["", "--refresh 1", "--refresh 1 --pseudo-labels copl --memory-shots 2", "--pseudo-labels fpl --shots grow"],
         needs_clip=True,
     ),
+    "baselines/fedotp.py": Script(
+        f"{CLIP} --ot-iterations 12",
+        ["", "--refresh 1", "--ot sinkhorn --pseudo-labels copl"],
+        needs_clip=True,
+    ),
     "fedcopl.py": Script(
         CLIP,
         ["", "--refresh 3", "--shared-momentum --aggregate none", "--refresh 1 --aggregate text --no-allocation"],

@@ -115,6 +115,12 @@ OWN_OUT_OF_RANGE = {
         "--memory-weight": ("-1", "nan", "inf", "1e7"),
         "--memory-sharpness": ("-0.1", "nan", "inf", "1e300"),
     },
+    "baselines/fedotp.py": {
+        "--ot-mass": ("0", "1.1", "nan"),
+        "--ot-eps": ("0", "-0.1", "1e-4", "inf"),
+        "--ot-iterations": ("0", "1.5"),
+        "--ot-tolerance": ("-1e-3", "nan"),
+    },
     "fedcopl.py": {
         "--visual-lr": ("-0.1", "nan"),
         "--cache-gb": ("-1", "inf"),
@@ -235,6 +241,11 @@ OWN_MISTAKES = {
         (["--visual-lr", 0.1], ["--visual-lr"]),
     ],
     "baselines/pfedprompt.py": [(["--memory-beta", 2], ["--memory-beta"])],
+    "baselines/fedotp.py": [
+        (["--ot", "cosine"], ["--ot", "partial", "sinkhorn"]),
+        (["--ot", "sinkhorn", "--ot-mass", 0.8], ["--ot-mass 0.8", "--ot sinkhorn"]),
+        (["--aggregate", "visual"], ["--aggregate"]),
+    ],
     "fedcopl.py": [
         (["--aggregate", "all"], ["--aggregate", "visual", "text", "both", "none"]),
         (["--prompt-depth", 4], ["--prompt-depth 4", "3 blocks"]),
@@ -396,6 +407,10 @@ OWN_CHANGES = {
     "baselines/pfedprompt.py": [
         (["--memory-weight", 0, "--memory-shots", 3], ["--memory-weight 1.0 -> 0.0", "--memory-shots 16 -> 3"]),
         (["--memory-sharpness", 1, "--shots", "grow"], ["--memory-sharpness 5.5 -> 1.0", "--shots 16 -> grow"]),
+    ],
+    "baselines/fedotp.py": [
+        (["--ot", "sinkhorn", "--seed", 2], ["--seed 1 -> 2", "--ot partial -> sinkhorn", "--ot-mass 0.8 -> 1.0"]),
+        (["--ot-eps", 0.01, "--pseudo-labels", "ifpl"], ["--ot-eps 0.1 -> 0.01", "--pseudo-labels cpl -> ifpl"]),
     ],
     "fedcopl.py": [
         (["--refresh", 3, "--aggregate", "both"], ["--refresh 2 -> 3", "--aggregate visual -> both"]),
