@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 from conftest import ROOT
-from scripts import SCRIPTS, load
+from scripts import SCRIPTS, UNSUPERVISED, load
 
 README, BASELINES = ((ROOT / name).read_text() for name in ("README.md", "baselines/README.md"))
 # A row of a results table: final round, mean of the last ten rounds, number of seeds, folders of the runs.
+ZERO_SHOT = "baselines/clip_zeroshot.py"  # trains nothing, so it is not among SCRIPTS
 PAIR = r"(\d+\.\d\d)(?: ± (\d+\.\d\d))?"
 FIGURE = re.compile(rf"\| {PAIR} \| {PAIR} \| (\d) \| `(results/\S+)`")
 
@@ -53,7 +54,7 @@ def test_results_name_their_settings_and_no_machine():
         rounds = (folder / "rounds.csv").read_text().splitlines()
         assert len(rounds) == 1 + config["settings"]["rounds"]
         seed = re.search(r"_s(\d+)$", folder.name)
-        assert seed and config["settings"]["seed"] == int(seed[1])
+        assert config["settings"]["seed"] == int(seed[1]) if seed else config["script"] in ZERO_SHOT
 
 
 def section(script):
@@ -66,16 +67,24 @@ def section(script):
     return "".join(chapter for chapter in chapters if re.match(rf"## (Results of )?{name}\n", chapter))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+def diff_table(script):
+    return dict(re.findall(r"^\| (DIFF-\d+) \| `(--[\w-]+)", section(script), re.M))
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ZERO_SHOT])
 def test_diff_tags_and_flags_agree_between_script_and_readme(script, capsys):
+    """Baselines of FedCoPL copy its labels and splits: the table of their tags is FedCoPL's."""
     module = load(script)
     source, text = (ROOT / script).read_text(), section(script)
     assert text
     with pytest.raises(SystemExit):
         module.parse_args(["--help"])
     flags = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))
-    listed = dict(re.findall(r"^\| (DIFF-\d+) \| `(--[\w-]+)", text, re.M))
+    listed = diff_table(script)
     in_docstring = dict(re.findall(r"^  (DIFF-\d+) +(--[\w-]+)", module.__doc__, re.M))
+    if script in (ZERO_SHOT, *UNSUPERVISED) and script != "fedcopl.py":
+        assert not listed
+        listed = {tag: flag for tag, flag in diff_table("fedcopl.py").items() if tag in in_docstring}
     assert listed == in_docstring and set(listed.values()) <= flags
     assert set(re.findall(r"DIFF-\d+", source)) == set(listed)
     for tag in listed:
@@ -87,15 +96,22 @@ def test_diff_tags_and_flags_agree_between_script_and_readme(script, capsys):
     assert in_readme <= flags, in_readme - flags
 
 
-def test_every_row_of_the_paper_has_a_command_that_its_script_takes():
-    chapter = re.search(r"## Every row and its command\n(.*?)\n## ", BASELINES, re.S)[1]
+@pytest.mark.parametrize(
+    "title, scripts, rows",
+    [
+        ("Every row and its command", set(SCRIPTS) - set(UNSUPERVISED), 19),
+        ("Every row of FedCoPL's table and its command", {ZERO_SHOT, *UNSUPERVISED}, 13),
+    ],
+)
+def test_every_row_of_the_paper_has_a_command_that_its_script_takes(title, scripts, rows):
+    chapter = re.search(rf"## {title}\n(.*?)\n##? ", BASELINES, re.S)[1]
     commands = re.findall(r"`((?:\.\./)?\w+\.py)((?: --[^`]*)?)`", chapter)
     used = set()
     for file, flags in commands:
         script = file.removeprefix("../") if file.startswith("../") else f"baselines/{file}"
         load(script).parse_args(flags.split())
         used.add(script)
-    assert used == set(SCRIPTS) - {"fedcopl.py"} and len(commands) >= 19
+    assert used == scripts and len(commands) >= rows
 
 
 def test_step_times_and_costs_are_those_of_the_files():
@@ -103,10 +119,10 @@ def test_step_times_and_costs_are_those_of_the_files():
         relative = {row["method"]: row["relative"] for row in csv.DictReader(file)}
     table = dict(re.findall(r"^\| ([^|]+) \| (\d+\.\d\d) \|$", BASELINES, re.M))
     assert table == {name: f"{float(value):.2f}" for name, value in relative.items()}
-    costs = re.findall(r"`(results/\S+)` \| (\d+) s \| (\d+\.\d) MB \|", BASELINES)
-    assert len(costs) >= 18
-    for runs, seconds, megabytes in costs:
+    costs = re.findall(r"`(results/\S+)` \| (\d+) s \| (\d+\.\d) ([kM])B \|", BASELINES)
+    assert len(costs) >= 36
+    for runs, seconds, size, unit in costs:
         summaries = [json.loads((folder / "summary.json").read_text()) for folder in ROOT.glob(runs)]
         assert f"{min(summary['seconds'] for summary in summaries):.0f}" == seconds
         sent = [(summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"] for summary in summaries]
-        assert f"{np.mean(sent) / 1e6:.1f}" == megabytes
+        assert f"{np.mean(sent) / {'k': 1e3, 'M': 1e6}[unit]:.1f}" == size
