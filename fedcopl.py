@@ -196,9 +196,13 @@ def shared_parser(prog, description, presets, pseudo_labels):
 # Differs from baselines/fedavg.py: settle, which knows no CLIP
 def settle(parser, args, presets):
     """Fill flags that were not given, refuse what contradicts itself."""
-    for name, users in (("shots", ("fpl", "ifpl", "cpl")), ("intra_quantile", ("cpl",)), ("inter_quantile", ("cpl",))):
-        if getattr(args, name) is not None and args.pseudo_labels not in users:
-            parser.error(f"--{name.replace('_', '-')} is for --pseudo-labels {', '.join(users)}, not for "
+    copl = ("conf_filter", "entropy_filter", "conf_quantile", "entropy_quantile", "allocation", "budget",
+            "unseen_classes", "ceiling")
+    readers = dict.fromkeys(copl, ("copl",)) | {
+        "shots": ("fpl", "ifpl", "cpl"), "intra_quantile": ("cpl",), "inter_quantile": ("cpl",)}
+    for name, kinds in readers.items():
+        if getattr(args, name) != parser.get_default(name) and args.pseudo_labels not in kinds:
+            parser.error(f"--{name.replace('_', '-')} is for --pseudo-labels {', '.join(kinds)}, not for "
                          f"{args.pseudo_labels}")
     preset = presets[args.dataset]
     if args.model == "tiny" and args.pretrained is None:

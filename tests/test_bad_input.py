@@ -201,6 +201,9 @@ CLIP_MISTAKES = [  # of every script with a CLIP
     (["--pseudo-labels", "fpl", "--intra-quantile", 0.5], ["--intra-quantile", "--pseudo-labels cpl", "not for fpl"]),
     (["--pseudo-labels", "copl", "--intra-quantile", 0.5], ["--intra-quantile", "--pseudo-labels cpl", "not for copl"]),
     (["--pseudo-labels", "ifpl", "--inter-quantile", 0.5], ["--inter-quantile", "--pseudo-labels cpl", "not for ifpl"]),
+    (["--pseudo-labels", "fpl", "--no-allocation"], ["--allocation", "--pseudo-labels copl", "not for fpl"]),
+    (["--pseudo-labels", "cpl", "--conf-quantile", 0.6], ["--conf-quantile", "--pseudo-labels copl", "not for cpl"]),
+    (["--pseudo-labels", "ifpl", "--ceiling", "float32"], ["--ceiling", "--pseudo-labels copl", "not for ifpl"]),
     (["--budget", "round"], ["--budget", "ceil", "exact"]),
     (["--unseen-classes", "all"], ["--unseen-classes", "grow", "none"]),
     (["--ceiling", "float64"], ["--ceiling", "integer", "float32"]),
@@ -377,7 +380,7 @@ CHANGES = [  # of every script
     (["{}", "inf"], ["{} 0.1 -> inf"]),
 ]
 CLIP_CHANGES = [  # of every script with a CLIP
-    (["--seed", 2, "--no-allocation"], ["--seed 1 -> 2", "--allocation True -> False"]),
+    (["--seed", 2, "--momentum", 0], ["--seed 1 -> 2", "--momentum 0.9 -> 0.0"]),
     (["--template", "an image of {}"], ["--template a photo of a {} -> an image of {}"]),
 ]
 OWN_CHANGES = {
@@ -415,6 +418,7 @@ OWN_CHANGES = {
     "fedcopl.py": [
         (["--refresh", 3, "--aggregate", "both"], ["--refresh 2 -> 3", "--aggregate visual -> both"]),
         (["--pseudo-labels", "cpl"], ["--pseudo-labels copl -> cpl", "--shots None -> 16"]),
+        (["--no-allocation"], ["--allocation True -> False"]),
     ],
 }
 
