@@ -3,12 +3,11 @@
 import math
 from functools import lru_cache
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from scripts import SCRIPTS, Method, checkpoint, equal, rows
+from scripts import checkpoint, equal, rows
 from scripts import method as find_method
 
 import common
@@ -17,8 +16,7 @@ from baselines import pfedprompt
 NAME = "baselines/pfedprompt.py"
 METHOD = find_method(NAME)
 train = METHOD.train
-with patch.dict(SCRIPTS, {"baselines/promptfl.py": SCRIPTS[NAME]}):  # with the same short settings
-    PROMPTFL = Method("baselines/promptfl.py")
+PROMPTFL = find_method("baselines/promptfl.py")  # with the same short settings
 CLIENTS, CLASSES, TEXT = 4, 10, 4 * 16 * 32  # of the short settings; bytes of the prompt
 
 LOADERS = [(module, lru_cache(module.load_clip)) for module in (METHOD.module, PROMPTFL.module)]
