@@ -45,46 +45,6 @@ def labels_table(folder):
     }
 
 
-# ---- no label reaches training ------------------------------------------------------------------------------------
-
-OF_THE_TRUTH = {"test_acc_pct", "client_acc_mean_pct", "pooled_acc_pct", "pl_acc_pct", "pl_all_acc_pct", "set_recall_pct"}
-
-
-def scrambled(data):
-    """FederatedData with the true labels of all images shuffled."""
-    shuffle = np.random.default_rng(0).permutation
-    train_labels, test_labels = (own[shuffle(len(own))] for own in (data.labels, data.test_labels))
-    return data._replace(labels=train_labels, test_labels=test_labels)
-
-
-def check_that_only_the_log_differs(plain, other, same):
-    """Two runs, the second one with other true labels; same: what the checkpoints hold that may not depend on them."""
-    a, b = checkpoint(plain), checkpoint(other)
-    assert all(torch.equal(a[name], b[name]) for name in (*same, "pseudo_label", "candidate"))
-    assert (a["pseudo_label"] >= 0).any()
-    hidden = {"predicted_correct", "selected_correct", "candidates_correct"}
-    for first, second in zip(labels_table(plain).values(), labels_table(other).values()):
-        assert all(first[key] == second[key] for key in first.keys() - hidden)
-    for first, second in zip(rows(plain), rows(other)):
-        assert {key for key in first if first[key] != second[key]} <= OF_THE_TRUTH
-    for column in OF_THE_TRUTH:
-        assert [row[column] for row in rows(plain)] != [row[column] for row in rows(other)]  # the scramble was real
-
-
-@pytest.mark.parametrize("flags", [[], ["--refresh", 1, "--no-allocation"], ["--aggregate", "both"], ["--pseudo-labels", "cpl"]])
-def test_true_labels_reach_the_log_alone(tmp_path, monkeypatch, flags):
-    honest = fedcopl.prepare_data
-
-    def prepare(*given):
-        data, *rest = honest(*given)
-        return scrambled(data), *rest
-
-    plain = train(tmp_path, "--rounds", 3, *flags, name="plain")
-    monkeypatch.setattr(fedcopl, "prepare_data", prepare)
-    other = train(tmp_path, "--rounds", 3, *flags, name="scrambled")
-    check_that_only_the_log_differs(plain, other, ("visual", "text"))
-
-
 # ---- clients of odd kinds -----------------------------------------------------------------------------------------
 
 
@@ -185,22 +145,6 @@ def test_a_client_that_passes_nothing_and_may_select_nothing_has_no_influence():
     label, table, uploads, prompts, _ = lone.round()
     assert uploads[0].weight == 0 and (label[lone.data.train[0]] == -1).all() and sum(table["selected"]) > 0
     assert equal(tuple(prompts.visual), tuple(other.round()[3].visual))  # whatever that client held
-
-
-@pytest.mark.parametrize("quantile", ["--conf-quantile=1", "--entropy-quantile=1"])
-def test_nothing_selected_anywhere_keeps_the_prompts(tmp_path, quantile):
-    done = METHOD.start(tmp_path, quantile, "--unseen-classes", "none", "--rounds", 3, "--run-name", "run").wait()
-    assert done.returncode == 0 and done.stdout.count("4 clients without selected images skipped") == 3, done.stderr
-    folder = tmp_path / "run"
-    for row in rows(folder):
-        assert row["selected"] == row["clients_trained"] == "0" and row["clients_empty"] == "4"
-        for column in ("loss_unsup", "pl_acc_pct", "pl_gap_pct", "drift_visual", "drift_text", "distance_text"):
-            assert row[column] == ""
-        assert row["pl_used_pct"] == "0" and row["pl_all_acc_pct"] != ""
-    assert [row["bytes_up"] for row in rows(folder)] == ["176", "0", "176"]  # counts and numbers, no prompt
-    state = checkpoint(folder)
-    start = checkpoint(train(tmp_path, "--lr", 0, "--visual-lr", 0, "--aggregate", "none", name="still"))
-    assert torch.equal(state["visual"], start["visual"]) and torch.equal(state["text"], start["text"])
 
 
 def test_a_client_without_test_images_is_not_in_the_mean():

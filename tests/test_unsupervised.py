@@ -103,9 +103,10 @@ def test_clients_of_any_size(method, tmp_path, monkeypatch, kind):
     check_rows(folder)
 
 
-def test_nothing_selected_anywhere_keeps_the_prompts(method, tmp_path):
+@pytest.mark.parametrize("quantile", ["--conf-quantile", "--entropy-quantile"])
+def test_nothing_selected_anywhere_keeps_the_prompts(method, tmp_path, quantile):
     """No image is more confident than the most confident one: nobody counts any, so no class has a capacity."""
-    flags = ["--pseudo-labels", "copl", "--conf-quantile", 1, "--unseen-classes", "none"]
+    flags = ["--pseudo-labels", "copl", quantile, 1, "--unseen-classes", "none"]
     one, two = (method.train(tmp_path, *flags, "--rounds", n, name=f"{n}") for n in (1, 2))
     assert equal(prompts(one, method), prompts(two, method))
     for row in rows(two):
