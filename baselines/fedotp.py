@@ -32,14 +32,15 @@ Not published, chosen here:
     (5 in one configuration), 10 rounds of 10 clients or 150 with a tenth of 100, --text-prompts 16 (4 for CIFAR).
   - Averaging weights are selected images; its own are sizes of the clients' data, but only selected images train.
   - The first labels, and all of FPL, come from zero-shot CLIP's class token: CLIP never learned to match patches with
-    texts, so this model is weak before training. IFPL, CPL and CoPL then ask each client's own two prompts.
+    texts, so this model is weak before training. Later IFPL, CPL and CoPL ask each client's own model, both prompts.
   - CPL continues with its prompts after a refresh; its own code starts anew. Of its losses it is `cc`, with hard sets.
-  - The plan is computed with logarithms, since its kernel underflows for a small --ot-eps, and ends by the relative
-    change of its scaling. The code's rule, the absolute change averaged over the batch, depends on --ot-eps and can
-    overflow. One rule for a batch: within the tolerance, a plan depends on the images next to it.
+  - The plan is computed with logarithms, since its kernel underflows for a small --ot-eps, and ends by the largest
+    relative change of its scaling in a batch, so a plan depends on the images next to it, within the tolerance. The
+    code's rule, the absolute change averaged over the batch, depends on --ot-eps and can overflow.
 Left out: random crops and flips (FedCoPL's code has none: features are constant); the code's other report, the best
 round and the mean of the last 5 (summary.json has the best, the last, and the mean of the last 10).
-Patch features take 4 M D bytes an image (ViT-B/32 100 KB, ViT-B/16 401 KB): on the GPU if they fit, else in memory.
+Patch features take 4 M D bytes an image (ViT-B/32 100 KB, ViT-B/16 401 KB), each in the process that trains its client:
+on the GPU if they fit into 0.6 of what is free, else in the machine's memory.
 Of FedCoPL's labels and splits, where its note and its code differ:
   DIFF-1   --budget            images per class over all clients: total / C in the note, rounded up in the code
   DIFF-2   --unseen-classes    capacity of a class that nobody predicts: the note divides by zero; the code lets it grow
@@ -473,7 +474,7 @@ def transport_plan(similarity, eps, mass, iterations, tolerance, whole=False):
     logarithms, the nine that follow relative to its plan and without: far quicker, and too few to leave the range.
     """
     row, column, most = 1 / similarity.shape[1], mass / 2, math.inf if whole else 0.0       # most: of log u
-    log_kernel = (similarity - 1) / eps
+    log_kernel = ((similarity - 1) / eps).contiguous()                     # sums over patches are then twice as fast
     log_v = torch.zeros_like(log_kernel[:, :1])
     for done in range(0, iterations, 10):
         log_u = (math.log(row) - (log_kernel + log_v).logsumexp(0, keepdim=True)).clamp(max=most)
