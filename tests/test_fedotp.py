@@ -1,11 +1,9 @@
 """baselines/fedotp.py: transport plans against slow loops, patch features, which prompt is averaged, labels, bytes."""
 
-import csv
 import math
 
 import numpy as np
 import open_clip
-import plain_clip
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ from scripts import checkpoint, equal, mini_clip, rows
 from scripts import method as find_method
 
 import common
-from baselines import fedotp, promptfl
+from baselines import fedotp
 
 METHOD = find_method("baselines/fedotp.py")
 train = METHOD.train
@@ -347,94 +345,7 @@ def test_own_prompts_answer_for_their_client_alone(clip):
     assert fedotp.encode_texts(clip, world.text, world.prompts, []) == []
 
 
-# ---- labels and figures -------------------------------------------------------------------------------------------
-
-
-def labels_table(folder):
-    with open(folder / "pseudo_labels.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.parametrize("kind", ["cpl", "fpl"])
-def test_first_labels_are_those_of_promptfl(tmp_path, monkeypatch, plain, kind):
-    """Zero-shot CLIP's, by its class token; fpl keeps them at each refresh, cpl then asks both prompts and patches."""
-    flags = ["--pseudo-labels", kind, "--refresh", "1", "--out-dir", str(tmp_path), "--run-name", "promptfl"]
-    own = METHOD.short.index("--ot-iterations")
-    monkeypatch.setattr(common.RunFolder, "plot", lambda *_: None)
-    promptfl.main([*METHOD.short[:own], *METHOD.short[own + 2 :], *flags])
-    folder = plain if kind == "cpl" else train(tmp_path, "--refresh", 1, "--pseudo-labels", kind)
-    ours, theirs = labels_table(folder), labels_table(tmp_path / "promptfl")
-    assert [row["round"] for row in ours] == ["1"] * CLASSES + ["2"] * CLASSES
-    assert ours[:CLASSES] == theirs[:CLASSES]
-    assert (ours == theirs) == (kind == "fpl")
-    assert checkpoint(folder)["zero_shot"] == checkpoint(tmp_path / "promptfl")["zero_shot"]
-
-
-def test_final_accuracy_and_later_labels_with_open_clip_and_plain_prompts(tmp_path, plain):
-    """The last row has what both prompts of the checkpoint answer; a refresh without a step what the first ones do."""
-    model = open_clip.create_model("mini", pretrained=str(mini_clip() / "mini.pt")).eval()
-    model.visual.output_tokens = True
-    tokenizer, data = open_clip.get_tokenizer("mini"), common.load_dataset("digits", "data", 16, 200, clip=True)
-    truth = data.train_labels.numpy(), data.test_labels.numpy()
-    parts = common.clip_partition(*truth, CLIENTS, 0.1, "dirichlet", common.clip_random_state(CLASSES))
-    stats = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
-
-    @torch.no_grad()
-    def answers(folder, images, parts):
-        prompts, result = checkpoint(folder), []
-        for client, own in enumerate(parts):
-            words = [
-                plain_clip.text_features(model, tokenizer, map(str, range(CLASSES)), prompts[name][client])
-                for name in ("text", "own_text")
-            ]
-            tokens = model.visual(common.normalise(images[own], *stats))[1] @ model.visual.proj
-            similarity = torch.stack([F.normalize(tokens, dim=2) @ side.T for side in words]).transpose(1, 2)
-            result.append((solve(similarity, iterations=12, tolerance=1e-3) * similarity).sum((0, 1)).argmax(1))
-        return result
-
-    test = answers(plain, data.test_images, parts[1])
-    still = train(tmp_path, "--lr", 0, "--refresh", 1)
-    labels = torch.cat(answers(still, data.train_images, parts[0]))
-    right = [(answer == data.test_labels[own]).float().mean().item() for answer, own in zip(test, parts[1])]
-    assert float(rows(plain)[-1]["test_acc_pct"]) == pytest.approx(100 * np.mean(right), rel=1e-5)
-    predicted = [int(row["predicted"]) for row in labels_table(still)[CLASSES:]]
-    assert predicted == torch.bincount(labels, minlength=CLASSES).tolist()
-
-
-def test_true_labels_reach_the_log_alone(tmp_path, monkeypatch, plain):
-    honest = fedotp.prepare_data
-
-    def scrambled(*given):
-        data, *rest = honest(*given)
-        return data._replace(train_labels=data.train_labels.roll(7), test_labels=data.test_labels.roll(5)), *rest
-
-    monkeypatch.setattr(fedotp, "prepare_data", scrambled)
-    other = train(tmp_path, "--refresh", 1, name="scrambled")
-    a, b = checkpoint(plain), checkpoint(other)
-    assert all(torch.equal(a[name], b[name]) for name in ("text", "own_text", "pseudo_label", "candidate"))
-    assert rows(plain) != rows(other)
-
-
-def test_bytes_are_exact(tmp_path, plain):
-    """One of the two prompts both ways; at a refresh 4 bytes up for a number, and what CoPL exchanges."""
-    sent, exchanged = 4 * 16 * WIDTH, 4 * CLASSES * CLIENTS
-    cooperative = rows(train(tmp_path, "--pseudo-labels", "copl"))
-    for row, extra in zip(rows(plain) + cooperative, (0, 0, exchanged, None)):
-        number = 0 if extra is None else 4 * CLIENTS
-        assert int(row["bytes_up"]) == sent * int(row["clients_trained"]) + (extra or 0) + number
-        assert int(row["bytes_down"]) == sent * CLIENTS + (extra or 0)
-
-
-def test_bytes_of_the_published_model():
-    """ViT-B/32: 32,768 bytes a client and round, both ways, and 4 up at a refresh."""
-    args, prompt = fedotp.parse_args(["--dataset", "cifar100"]), torch.zeros(10, 16, 512)
-    prompts = fedotp.Prompts(prompt, prompt)
-    sent = 4 * sum(getattr(prompts, name)[0].numel() for name in fedotp.SHARED)
-    uploads = [fedotp.Upload(prompt[0] + 1, prompt[0] + 1, torch.tensor(3.0), torch.ones(2)) for _ in range(10)]
-    table = torch.ones(len(fedotp.LABEL_COLUMNS), 100).long()
-    for rnd, number in ((0, 4), (1, 0), (5, 4)):
-        row = fedotp.round_row(args, rnd, (1.0, 1.0), uploads, prompts, table, sent, 1.0)
-        assert row["bytes_down"] == 10 * 32_768 and row["bytes_up"] == 10 * (32_768 + number)
+# ---- settings -----------------------------------------------------------------------------------------------------
 
 
 def test_defaults():

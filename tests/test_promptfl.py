@@ -16,7 +16,6 @@ from test_fedcopl_maths import slow_selection
 from test_fedcopl_run import (
     CLASSES,
     CLIENTS,
-    TEXT,
     WIDTH,
     labels_table,
     stock_clip,
@@ -347,23 +346,6 @@ def test_labels_of_two_refreshes_by_a_slow_loop(tmp_path, monkeypatch):
 
 
 # ---- costs --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags", ["fpl", "cpl", "copl", "copl --no-allocation --text-prompts 3"])
-def test_bytes_are_exact(tmp_path, flags):
-    """The prompt both ways; at a refresh 4 up for a number, with copl 4 C each way for counts and capacities."""
-    sent = TEXT * (3 if "--text-prompts" in flags else 16) // 16
-    folder = train(tmp_path, "--pseudo-labels", *flags.split(), "--rounds", 3)
-    for row in rows(folder):
-        refresh = row["round"] in "13"
-        extra = 4 * CLASSES * CLIENTS if refresh and flags == "copl" else 0
-        assert int(row["bytes_up"]) == sent * int(row["clients_trained"]) + extra + (4 * CLIENTS if refresh else 0)
-        assert int(row["bytes_down"]) == sent * CLIENTS + extra
-    table = labels_table(folder)
-    for row in table.values():
-        assert (row["estimated"] is None) == ("copl" not in flags)  # an empty cell: nobody estimates
-    again = all(table[1, name] == table[3, name] for name in NAMES)
-    assert again == (flags == "fpl")  # zero-shot CLIP gives the same labels at each refresh
 
 
 @pytest.mark.parametrize("kind, counts", [("fpl", 0), ("ifpl", 0), ("cpl", 0), ("copl", 400)])

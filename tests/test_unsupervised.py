@@ -72,6 +72,17 @@ def test_true_labels_reach_the_log_alone(method, tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_exact(method, tmp_path, kind):
+    """One prompt both ways; at a refresh 4 bytes up for a number, with copl 4 C each way for counts and capacities."""
+    sent = 4 * 2 * 5 * 32 if method.name == "fedcopl.py" else 4 * 16 * 32  # visual: 2 blocks; text; width 32
+    for row in rows(method.train(tmp_path, *KINDS[kind], "--rounds", 3)):
+        refreshed = row["round"] in "13"
+        counts = 4 * 10 * 4 if refreshed and kind == "copl" else 0
+        assert int(row["bytes_up"]) == sent * int(row["clients_trained"]) + counts + 4 * 4 * refreshed
+        assert int(row["bytes_down"]) == sent * 4 + counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_clients_of_any_size(method, tmp_path, monkeypatch, kind):
     """Clients with 0, 1, 2, ... images, one without test images; batches that are and are not full."""
 
