@@ -65,7 +65,8 @@ from tqdm import tqdm
 import common
 
 # Values that depend on the data set; they fill flags that were not given. Sources: the official configuration files;
-# the quantiles are CPL's own, where it has none those of EuroSAT, its only set of ten classes.
+# the quantiles are CPL's own (for UCF101 and CIFAR-100 from its runs with LaFTer, UCF101 at temperature 0.25), where it
+# has none those of EuroSAT, its only set of ten classes.
 PAPER = dict(model="ViT-B-32-quickgelu", pretrained="openai", template="a photo of a {}", clients=10, rounds=20,
              local_epochs=10, refresh=5, lr=0.1, visual_lr=0.1, intra_quantile=0.75, inter_quantile=0.8)
 PRESETS = {
@@ -122,7 +123,7 @@ def shared_parser(prog, description, presets, pseudo_labels):
     run.add_argument("--amp", action=switch, default=None,
                      help="bfloat16 autocast of the towers in training; labels, losses in float32 [on for CUDA]")
     run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
-    run.add_argument("--run-name", default=None, help="the run folder [<script>_<dataset>_<split>_s<seed>]")
+    run.add_argument("--run-name", default=None, help="the run folder [<script>_<dataset>_<split>[_<labels>]_s<seed>]")
     run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
     run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
     data = parser.add_argument_group("data and model")
@@ -141,33 +142,34 @@ def shared_parser(prog, description, presets, pseudo_labels):
                            "tiny_clip.py learns from: glyphs, a data set or a folder [preset; tiny: the data set]")
     data.add_argument("--template", default=None, help="zero-shot text, {} is the class name [preset]")
     data.add_argument("--text-prompts", type=number(int, 0, 1000), default=16,
-                      help="trained tokens before each class name, shared by all classes [16, official]")
+                      help="trained tokens before each class name, shared by all classes [16, FedCoPL]")
     data.add_argument("--prompt-std", type=number(float, 0), default=0.02, help="of their first values [0.02]")
     fed = parser.add_argument_group("federation")
     fed.add_argument("--beta", type=common.concentration, default=0.1,
                      help="Dirichlet concentration: smaller is more skewed, inf is i.i.d.; for --partition "
-                          "dirichlet alone [0.1, paper]")
+                          "dirichlet alone [0.1, FedCoPL]")
     fed.add_argument("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
                      help="the published splits: by --beta; a fifth of the classes a client; even [dirichlet]")
     fed.add_argument("--shuffle-classes", action=switch, default=False,
-                     help="shuffle the images of a class before the quantity split, DIFF-5 [off, official]")
-    fed.add_argument("--clients", type=number(int, 1), default=None, help="K; all take part [preset, paper 10 or 5]")
-    fed.add_argument("--rounds", type=number(int, 1), default=None, help="R [preset, paper 20]")
-    fed.add_argument("--local-epochs", type=number(int, 1), default=None, help="E [preset, paper 10]")
+                     help="shuffle the images of a class before the quantity split, DIFF-5 [off, FedCoPL]")
+    fed.add_argument("--clients", type=number(int, 1), default=None, help="K; all take part [preset, FedCoPL 10 or 5]")
+    fed.add_argument("--rounds", type=number(int, 1), default=None, help="R [preset, FedCoPL 20]")
+    fed.add_argument("--local-epochs", type=number(int, 1), default=None, help="E [preset, FedCoPL 10]")
     opt = parser.add_argument_group("optimiser (SGD, a cosine from one refresh to the next)")
-    opt.add_argument("--batch-size", type=number(int, 1), default=64, help="B [64, official]")
+    opt.add_argument("--batch-size", type=number(int, 1), default=64, help="B [64, FedCoPL]")
     opt.add_argument("--lr", type=number(float, 0), default=None, help="of the text prompts [preset, FedCoPL 0.1]")
-    opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, official]")
+    opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, FedCoPL]")
     opt.add_argument("--weight-decay", type=number(float, 0), default=0.05, help="of the prompts [0.05, FedCoPL]")
     labels = parser.add_argument_group("pseudo-labels")
     labels.add_argument("--pseudo-labels", choices=("copl", "fpl", "ifpl", "cpl"), default=pseudo_labels,
                         help="copl: FedCoPL's; fpl: the most confident images of each class for zero-shot CLIP; ifpl: "
                              "the same by the current model (with --shots grow: GRIP); cpl: sets of candidate classes "
                              f"by the current model [{pseudo_labels}]")
-    labels.add_argument("--refresh", type=number(int, 1), default=None, help="Q, rounds a labelling lasts [preset, 5]")
+    labels.add_argument("--refresh", type=number(int, 1), default=None,
+                        help="Q, rounds a labelling lasts [preset, FedCoPL 5]")
     labels.add_argument("--shots", type=lambda text: text if text == "grow" else number(int, 1)(text), default=None,
                         help="fpl, ifpl, cpl: images of each class for a client, a number or grow: a quarter of an "
-                             "even share of the class for each refresh so far [16, official]")
+                             "even share of the class for each refresh so far [16, FPL and CPL]")
     labels.add_argument("--intra-quantile", type=number(float, 0, 1), default=None,
                         help="cpl: an image's most probable classes are candidates until their sum exceeds this "
                              "quantile of the confidences [preset, CPL's alpha]")
@@ -176,18 +178,18 @@ def shared_parser(prog, description, presets, pseudo_labels):
                              "[preset, CPL's beta]")
     copl = parser.add_argument_group("cooperative pseudo-labels, copl")
     copl.add_argument("--conf-filter", action=switch, default=True,
-                      help="count images above the confidence quantile alone (ablation) [on]")
+                      help="off (ablation): count images whatever their confidence [on]")
     copl.add_argument("--entropy-filter", action=switch, default=True,
-                      help="count images below the entropy quantile alone (ablation) [on]")
-    copl.add_argument("--conf-quantile", type=number(float, 0, 1), default=0.5, help="[0.5, official]")
+                      help="off (ablation): count images whatever their entropy [on]")
+    copl.add_argument("--conf-quantile", type=number(float, 0, 1), default=0.5, help="[0.5, FedCoPL]")
     copl.add_argument("--entropy-quantile", type=number(float, 0, 1), default=0.5,
-                      help="the 1 - q quantile of the entropy is the bound [0.5, official]")
+                      help="the 1 - q quantile of the entropy is the bound [0.5, FedCoPL]")
     copl.add_argument("--allocation", action=switch, default=True,
                       help="the server balances the classes; off: a client's own counts are its capacities, which "
                            "is our reading, as no source says what remains [on]")
-    copl.add_argument("--budget", choices=("ceil", "exact"), default="ceil", help="M, DIFF-1 [ceil, official]")
+    copl.add_argument("--budget", choices=("ceil", "exact"), default="ceil", help="M, DIFF-1 [ceil, FedCoPL's code]")
     copl.add_argument("--unseen-classes", choices=("grow", "none"), default="grow",
-                      help="capacity of classes that nobody predicts, DIFF-2 [grow, official]")
+                      help="capacity of classes that nobody predicts, DIFF-2 [grow, FedCoPL's code]")
     copl.add_argument("--ceiling", choices=("integer", "float32"), default="integer",
                       help="arithmetic of the capacities, DIFF-3 [integer]")
     return parser
@@ -204,6 +206,10 @@ def settle(parser, args, presets):
         if getattr(args, name) != parser.get_default(name) and args.pseudo_labels not in kinds:
             parser.error(f"--{name.replace('_', '-')} is for --pseudo-labels {', '.join(kinds)}, not for "
                          f"{args.pseudo_labels}")
+    for name, switch in (("conf_quantile", "conf_filter"), ("entropy_quantile", "entropy_filter"),
+                         ("budget", "allocation"), ("unseen_classes", "allocation"), ("ceiling", "allocation")):
+        if getattr(args, name) != parser.get_default(name) and not getattr(args, switch):
+            parser.error(f"--{name.replace('_', '-')} changes nothing with --no-{switch.replace('_', '-')}")
     preset = presets[args.dataset]
     if args.model == "tiny" and args.pretrained is None:
         args.pretrained = "glyphs" if args.dataset == "digits" else args.dataset
@@ -222,7 +228,8 @@ def settle(parser, args, presets):
     if args.shuffle_classes and args.partition != "quantity":
         parser.error(f"--shuffle-classes changes --partition quantity alone, not {args.partition}")
     split = f"b{args.beta:g}" if args.partition == "dirichlet" else args.partition
-    args.run_name = args.run_name or f"{Path(parser.prog).stem}_{args.dataset}_{split}_s{args.seed}"
+    kind = "" if args.pseudo_labels == parser.get_default("pseudo_labels") else f"_{args.pseudo_labels}"
+    args.run_name = args.run_name or f"{Path(parser.prog).stem}_{args.dataset}_{split}{kind}_s{args.seed}"
     return args
 
 
@@ -454,7 +461,8 @@ def estimate(prob, conf_quantile, entropy_quantile):
     if conf_quantile is not None and len(prob):
         passed &= confidence > confidence.quantile(conf_quantile)
     if entropy_quantile is not None and len(prob):
-        entropy = -(prob * prob.clamp(min=1e-38).log()).sum(1)             # natural log; 0 log 0 = 0
+        log_prob = prob.clamp(min=torch.finfo(prob.dtype).tiny).log()      # so that 0 log 0 = 0
+        entropy = -(prob * log_prob).sum(1)                                # natural log
         passed &= entropy < entropy.quantile(1 - entropy_quantile)
     return torch.bincount(label[passed], minlength=prob.shape[1]), passed
 
@@ -886,7 +894,7 @@ def main(argv=None):
                     "tables": tables, "zero_shot": run.extra, "optimizer": momentum})
                 tqdm.write(round_line(row, args.rounds))
         run.plot({"accuracy (%)": ["client_acc_mean_pct", "pooled_acc_pct"],
-                  "pseudo-labels (%)": ["pl_acc_pct", "pl_all_acc_pct", "pl_used_pct", "pl_gap_pct"],
+                  "pseudo-labels (%)": ["pl_acc_pct", "pl_all_acc_pct", "pl_used_pct", "pl_gap_pct", "set_recall_pct"],
                   "loss": ["loss_unsup"],
                   "drift": ["drift_visual", "drift_text", "distance_visual", "distance_text"]})
     if ranks.first:

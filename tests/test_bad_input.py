@@ -202,6 +202,8 @@ CLIP_MISTAKES = [  # of every script with a CLIP
     (["--pseudo-labels", "copl", "--intra-quantile", 0.5], ["--intra-quantile", "--pseudo-labels cpl", "not for copl"]),
     (["--pseudo-labels", "ifpl", "--inter-quantile", 0.5], ["--inter-quantile", "--pseudo-labels cpl", "not for ifpl"]),
     (["--pseudo-labels", "fpl", "--no-allocation"], ["--allocation", "--pseudo-labels copl", "not for fpl"]),
+    (["--pseudo-labels", "copl", "--no-allocation", "--budget", "exact"], ["--budget", "--no-allocation"]),
+    (["--pseudo-labels", "copl", "--no-conf-filter", "--conf-quantile", 0.3], ["--conf-quantile", "--no-conf-filter"]),
     (["--pseudo-labels", "cpl", "--conf-quantile", 0.6], ["--conf-quantile", "--pseudo-labels copl", "not for cpl"]),
     (["--pseudo-labels", "ifpl", "--ceiling", "float32"], ["--ceiling", "--pseudo-labels copl", "not for ifpl"]),
     (["--budget", "round"], ["--budget", "ceil", "exact"]),

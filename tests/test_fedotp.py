@@ -233,6 +233,13 @@ def test_features_of_this_ranks_clients_alone(clip):
     assert torch.equal(prob, scores.softmax(1))
 
 
+def test_patches_beyond_the_memory_are_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "spare_memory_gb", lambda: 1e-6)
+    with pytest.raises(common.UserError, match="image patches take 0.0 GiB .* half of this machine's memory is 0.0"):
+        train(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_predictions_run_in_batches(clip, monkeypatch):
     patches, words, args = units(23, PATCHES, 24), units(2, CLASSES, 24, seed=1), parsed("--ot-tolerance", 0)
     whole = fedotp.predict_patches(args, clip, patches, words)
