@@ -60,7 +60,7 @@ def test_results_name_their_settings_and_no_machine():
 def section(script):
     """The README's chapters on one script: of a baseline, its own in baselines/README.md."""
     if script.startswith("baselines/"):
-        chapters = re.split(r"^(?=##)", BASELINES, flags=re.M)
+        chapters = re.split(r"^(?=#+ )", BASELINES, flags=re.M)
         return "".join(chapter for chapter in chapters if chapter.startswith(f"### `{script[10:]}`"))
     chapters = re.split(r"^(?=## )", README, flags=re.M)
     name = {"proxyfl.py": "ProxyFL", "fedcopl.py": "FedCoPL"}[script]
@@ -126,3 +126,31 @@ def test_step_times_and_costs_are_those_of_the_files():
         assert f"{min(summary['seconds'] for summary in summaries):.0f}" == seconds
         sent = [(summary["bytes_up"] + summary["bytes_down"]) / summary["rounds"] for summary in summaries]
         assert f"{np.mean(sent) / {'k': 1e3, 'M': 1e6}[unit]:.1f}" == size
+
+
+def test_crossed_tables_repeat_the_figures_of_their_chapter():
+    """Framework x pseudo-labels, and the numbers of clients: each cell is the final round of a row below it."""
+    crossed = 0
+    for chapter in re.split(r"^### ", BASELINES, flags=re.M):
+        finals = {f"{final} ± {spread}" for final, spread, *_ in FIGURE.findall(chapter)}
+        finals |= {f"{final} ± {spread}" for final, spread, *_, runs in FIGURE.findall(BASELINES) if "/cifar_" in runs}
+        for table in re.findall(r"^\| (?:framework|clients) \|.*\n(?:\|.*\n)+", chapter, re.M):
+            for cell in re.findall(r"\d+\.\d\d ± \d+\.\d\d", table):
+                assert cell in finals, cell
+                crossed += 1
+    assert crossed >= 12 + 9 + 12 + 8
+
+
+def test_accuracies_of_pseudo_labels_are_those_of_the_runs():
+    tables = re.findall(r"^\| labels \|.*\n\|-.*\n((?:\|.*\n)+)", BASELINES, re.M)
+    for data, table in zip(("digits", "cifar"), tables, strict=True):
+        for line in table.splitlines():
+            name, first, *last = [cell.strip() for cell in line.strip("|").split("|")]
+            for script, cell in zip(("promptfl", "pfedprompt", "fedotp", "fedcopl"), last):
+                runs = []
+                for seed in (1, 2, 3):
+                    with open(ROOT / f"results/{script}/{data}_{name.lower()}_s{seed}/rounds.csv", newline="") as file:
+                        runs.append([float(row["pl_acc_pct"]) for row in csv.DictReader(file)])
+                assert f"{np.mean([run[0] for run in runs]):.2f}" == first
+                final = [run[-1] for run in runs]
+                assert f"{np.mean(final):.2f} ± {np.std(final, ddof=1):.2f}" == cell
