@@ -1,3 +1,4 @@
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,6 +11,11 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
 
 import scripts  # noqa: E402
+
+
+def pytest_sessionfinish():
+    if scripts.mini_clip.cache_info().currsize:  # in each process that runs tests
+        shutil.rmtree(scripts.mini_clip())
 
 
 @pytest.fixture(params=scripts.SCRIPTS)

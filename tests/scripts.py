@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+import open_clip
 import torch
 
 import common
@@ -25,8 +26,23 @@ import common
 ROOT = Path(__file__).resolve().parent.parent
 
 
-_digits = lru_cache(common.read_digits)  # hundreds of runs read them
+# Hundreds of runs read the same digits, prepare them for the miniature CLIP and read the same vocabulary.
+_digits, _load_images, _get_tokenizer = lru_cache(common.read_digits), common.load_images, open_clip.get_tokenizer
+_prepared, _tokenizer = {}, lru_cache(lambda name, config: _get_tokenizer(name))
+
+
+def _load_images_once(source, side, view):
+    if not isinstance(source, torch.Tensor) or "clip_view" not in view.__qualname__:
+        return _load_images(source, side, view)
+    key = side, source.shape, source.numpy().tobytes()
+    if key not in _prepared:
+        _prepared[key] = _load_images(source, side, view)
+    return _prepared[key].clone()
+
+
 common.read_digits = lambda: copy.deepcopy(_digits())
+common.load_images = _load_images_once
+open_clip.get_tokenizer = lambda name: _tokenizer(name, repr(open_clip.get_model_config(name)))
 
 
 class Script(NamedTuple):
@@ -147,20 +163,13 @@ MINI_CONFIG = {
 
 
 @lru_cache
-def _mini_clip_folder():
-    return tempfile.TemporaryDirectory(prefix="mini_clip_")  # removed when the tests end
-
-
-@lru_cache
 def mini_clip():
     """A folder with mini.json and mini.pt: random weights, made once, whose answers spread over the digits.
 
     Random towers give almost the same feature for every image; the biases of their last layer norms take that common
     part away.
     """
-    import open_clip
-
-    folder = Path(_mini_clip_folder().name)
+    folder = Path(tempfile.mkdtemp(prefix="mini_clip_"))  # removed when the tests end, see conftest.py
     (folder / "mini.json").write_text(json.dumps(MINI_CONFIG))
     open_clip.add_model_config(folder / "mini.json")
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import HEADLINES, ROOT, SCRIPTS, UNSUPERVISED, Program, checkpoint, rows, same_run
+from scripts import ROOT, SCRIPTS, UNSUPERVISED, Program, checkpoint, rows, same_run
 from scripts import method as find_method
 
 import common
@@ -45,18 +45,18 @@ def test_resumed_run_equals_the_straight_one(tmp_path, name, variant):
     for table in (path.name for path in straight.glob("*.csv") if path.name != "rounds.csv"):
         assert (straight / table).read_text() == (parts / table).read_text()
     assert json.loads((parts / "summary.json").read_text())["finished"]
-    before = (parts / "rounds.csv").read_bytes()
-    method.train(tmp_path, *flags, "--rounds", whole, "--resume", name="parts")  # nothing left to do
-    assert (parts / "rounds.csv").read_bytes() == before
+    if not variant:
+        before = (parts / "rounds.csv").read_bytes()
+        method.train(tmp_path, "--rounds", whole, "--resume", name="parts")  # nothing left to do
+        assert (parts / "rounds.csv").read_bytes() == before
 
 
-def test_kill_9_in_any_round_then_resume(method, tmp_path):
-    """At once and in the middle; the baselines, in the middle alone."""
-    flags = ["--rounds", 4 if method.name in HEADLINES else 3]
-    method.train(tmp_path, *flags, name="straight")
-    for attempt, wait_for in enumerate((0, 2) if method.name in HEADLINES else (1,)):  # complete rounds before the kill
+def test_kill_9_in_any_round_then_resume(any_method, tmp_path):
+    flags = ["--rounds", 4]
+    any_method.train(tmp_path, *flags, name="straight")
+    for attempt, wait_for in enumerate((0, 2)):  # complete rounds before the kill
         folder = tmp_path / f"killed{attempt}"
-        program = method.start(tmp_path, *flags, "--run-name", folder.name)
+        program = any_method.start(tmp_path, *flags, "--run-name", folder.name)
         while program.running and not (
             (folder / "config.json").exists()
             and (wait_for == 0 or (folder / "rounds.csv").exists() and len(rows(folder)) >= wait_for)
@@ -65,7 +65,7 @@ def test_kill_9_in_any_round_then_resume(method, tmp_path):
         time.sleep(0.03 * attempt)
         program.send_signal(signal.SIGKILL)
         assert program.wait().returncode == -signal.SIGKILL
-        done = method.start(tmp_path, *flags, "--run-name", folder.name, "--resume").wait()
+        done = any_method.start(tmp_path, *flags, "--run-name", folder.name, "--resume").wait()
         assert done.returncode == 0 and same_run(tmp_path / "straight", folder), (wait_for, done.stderr)
 
 

@@ -25,6 +25,12 @@ def variants(method):
     return [variant.split() for variant in method.table.variants]
 
 
+@pytest.fixture(params=["first", pytest.param("others", marks=pytest.mark.slow)])
+def some_variants(method, request):
+    """The settings of variants(method), numbered: the first, and in the slow suite the others."""
+    return [pair for pair in enumerate(variants(method)) if (pair[0] == 0) == (request.param == "first")]
+
+
 def change_data(monkeypatch, method, change):
     """Let the script see change(data) instead of its data."""
     honest = method.module.prepare_data
@@ -138,10 +144,10 @@ def test_clients_without_images_get_weight_0_and_a_logged_reason(method, tmp_pat
     check_rows(folder)
 
 
-def test_every_client_of_the_round_empty_keeps_the_model(method, tmp_path, monkeypatch):
+def test_every_client_of_the_round_empty_keeps_the_model(method, some_variants, tmp_path, monkeypatch):
     nothing = np.zeros(0, np.int64)
     change_data(monkeypatch, method, lambda data: data._replace(labelled=[nothing] * 4, unlabelled=[nothing] * 4))
-    for number, variant in enumerate(variants(method)):
+    for number, variant in some_variants:
         once = method.train(tmp_path, *variant, "--rounds", 1, name=f"once{number}")
         folder = method.train(tmp_path, *variant, "--rounds", 2, name=f"run{number}")
         before, after = weights(checkpoint(once)), weights(checkpoint(folder))
@@ -165,7 +171,7 @@ def test_no_image_or_every_image_above_the_threshold(method, tmp_path, threshold
             assert row["pl_used_pct"] == "100" and row["pl_used_acc_pct"] == row["pl_acc_pct"]
 
 
-def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
+def test_a_local_training_leaves_no_trace(method, some_variants, tmp_path, monkeypatch):
     """Clients start from the broadcast, leave it alone, and give the same whatever was trained before them."""
     pointers = set()
 
@@ -181,7 +187,7 @@ def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
         kept.append(first)  # so that no address is used again
         return first
 
-    for number, variant in enumerate(variants(method)):
+    for number, variant in some_variants:
         if "--shared-momentum" in variant:
             continue
         kept = []
@@ -195,8 +201,8 @@ def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
         assert any(not torch.equal(first[name], other[name]) for name in first)  # clients differ
 
 
-def test_without_a_step_size_only_batch_norm_statistics_move(method, tmp_path):
-    for number, variant in enumerate(variants(method)):
+def test_without_a_step_size_only_batch_norm_statistics_move(method, some_variants, tmp_path):
+    for number, variant in some_variants:
         if "--gpt" in variant or method.name == "proxyfl.py" and "--no-gpt" not in variant:
             continue  # the server tunes proxies
         once, twice = (method.train(tmp_path, *variant, "--lr", 0, "--rounds", n, name=f"{n}_{number}") for n in (1, 2))
@@ -224,7 +230,21 @@ def test_accuracy_after_loading_equals_the_one_logged(method, tmp_path):
     "flags",
     [
         ["--clients", 1, "--clients-per-round", 1, "--label-ratio", 1, "--alpha", "inf"],
-        ["--clients-per-round", 4, "--partition", "dirichlet", "--flip", "--width", 9, "--amp", "--local-epochs", 2],
+        pytest.param(
+            [
+                "--clients-per-round",
+                4,
+                "--partition",
+                "dirichlet",
+                "--flip",
+                "--width",
+                9,
+                "--amp",
+                "--local-epochs",
+                2,
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_settings_of_the_protocol_run_and_stay_finite(method, tmp_path, flags):
