@@ -820,6 +820,7 @@ def main(argv=None):
         lambda: prepare_data(args, device, clip, side, stats))
     facts["model_fingerprint"] = model_fingerprint
     classes, zero_shot = len(class_names), clip.encode_text(zero_shot)
+    mine = ranks.mine(range(args.clients))
 
     depth = layers - 1 if args.prompt_depth is None else args.prompt_depth
     widths = clip.clip.visual.conv1.out_channels, text.tail.shape[2]
@@ -851,8 +852,7 @@ def main(argv=None):
             print(f"{classes} classes: " + ", ".join(f"{name} {n}" for name, n in zip(class_names, per_class)))
             common.print_table(owned, class_names, ("train", "test"))
         if not run.extra:
-            scores = ranks.gather([evaluate(client, clip, data, None, zero_shot)
-                                   for client in ranks.mine(range(args.clients))], args.clients)
+            scores = ranks.gather([evaluate(client, clip, data, None, zero_shot) for client in mine], args.clients)
             if ranks.first:
                 run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
         if ranks.first:
@@ -863,7 +863,7 @@ def main(argv=None):
                         disable=None if ranks.first else True):
             start = time.perf_counter()
             if rnd % args.refresh == 0:
-                iteration, mine = rnd // args.refresh, ranks.mine(range(args.clients))
+                iteration = rnd // args.refresh
                 if asks_zero_shot(args, iteration):
                     probs = [predict(clip, data, data.images, data.train[client], None, zero_shot) for client in mine]
                 else:
@@ -872,12 +872,10 @@ def main(argv=None):
                 labels, table = label_images(args, iteration, ranks, classes, probs, data)
                 tables = torch.cat([tables, table[None]])
             uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, labels, learned,
-                                                  optimizer) for client in ranks.mine(range(args.clients))],
-                                   args.clients)
+                                                  optimizer) for client in mine], args.clients)
             before = prompts
             prompts = ranks.broadcast(server_update(prompts, uploads, shared) if ranks.first else prompts)
             scores = []
-            mine = ranks.mine(range(args.clients))
             for client, words in zip(mine, encode_texts(args, clip, text, prompts, mine)):
                 scores.append(evaluate(client, clip, data, prompts.visual[client], words))
             scores = ranks.gather(scores, args.clients)

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import copy
 import csv
-import importlib
 import io
 import logging
 import resource
@@ -41,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import fedcopl
 import proxyfl
+from scripts import load
 
 
 def seconds(function, device, repeats):
@@ -317,7 +317,7 @@ def bench_clip_baselines(options, device):
         text = clip.text_input([f"class number {i}." for i in range(classes)], 16)
         label, times, updates = torch.from_numpy(rng.integers(0, classes, n)), {}, {}
         for script, parts in data.items():
-            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            module = load(script)
             size = ["--local-epochs", "1", "--batch-size", str(options.batch_size)]
             args = module.parse_args(["--dataset", "dtd", *size])
             args.amp = options.amp
@@ -374,7 +374,7 @@ def bench_baselines(options, device):
     times = {name: [] for name in BASELINES}
     for turn in range(options.repeats + 1):  # the first turn warms up
         for name, (script, flags) in BASELINES.items():
-            module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+            module = load(script)
             rounds = 2 if "helper" in flags else 1  # helpers come from clients trained before
             update = "two_phase_update" if "--two-phase" in flags else "client_update"
             honest, spent, steps = getattr(module, update), [], []

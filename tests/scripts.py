@@ -81,7 +81,12 @@ SCRIPTS = {
     "baselines/fedproto.py": Script(f"{FSSL} --tau 0.15", ["", "--prototypes all --lambda-proto 3"]),
     "baselines/promptfl.py": Script(
         CLIP,
-        ["", "--pseudo-labels cpl --refresh 3", "--pseudo-labels copl", "--pseudo-labels ifpl --shots grow --refresh 1"],
+        [
+            "",
+            "--pseudo-labels cpl --refresh 3",
+            "--pseudo-labels copl",
+            "--pseudo-labels ifpl --shots grow --refresh 1",
+        ],
         needs_clip=True,
     ),
     "baselines/pfedprompt.py": Script(
@@ -268,6 +273,16 @@ def rows(folder):
     """rounds.csv but for the seconds."""
     with open(folder / "rounds.csv", newline="") as file:
         return [{key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)]
+
+
+def labels_table(folder):
+    """pseudo_labels.csv as {(round, class): {column: number}}."""
+    with open(folder / "pseudo_labels.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    return {
+        (int(row.pop("round")), row.pop("class")): {key: int(value) if value else None for key, value in row.items()}
+        for row in table
+    }
 
 
 def checkpoint(folder):

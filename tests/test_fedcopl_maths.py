@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import GOLDEN
+from worlds import one_class_labels
 
 import common
 import fedcopl
@@ -908,7 +909,7 @@ def trained(clip, data, client, prompts, label, *flags, rnd=0, momentum=None):
         for parameter in learned:
             optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, momentum)
     classes = len(clip.text.tail)
-    labels = fedcopl.Labels(label, F.one_hot(label + 1, classes + 1)[:, 1:].bool())
+    labels = one_class_labels(fedcopl, label, classes)
     return fedcopl.client_update(
         args, rnd, client, clip.ours, clip.text, data, prompts, labels, learned, optimizer
     ), optimizer

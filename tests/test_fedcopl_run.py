@@ -1,6 +1,5 @@
 """fedcopl.py as a program: label secrecy, odd clients, ablations, aggregation, costs, figures, models and weights."""
 
-import csv
 import itertools
 import json
 import logging
@@ -15,9 +14,10 @@ import open_clip
 import plain_clip
 import pytest
 import torch
-from scripts import MINI_CONFIG, ROOT, Program, checkpoint, equal, mini_clip, rows, same_run
+from scripts import MINI_CONFIG, ROOT, Program, checkpoint, equal, labels_table, mini_clip, rows, same_run
 from scripts import method as find_method
 from test_bad_input import complaint, write_tree
+from worlds import one_class_labels
 
 import common
 import fedcopl
@@ -33,16 +33,6 @@ def registry(monkeypatch):
     """open_clip remembers the model files of a process: forget those of a test."""
     monkeypatch.setattr(open_clip.factory, "_MODEL_CONFIG_PATHS", list(open_clip.factory._MODEL_CONFIG_PATHS))
     monkeypatch.setattr(open_clip.factory, "_MODEL_CONFIGS", dict(open_clip.factory._MODEL_CONFIGS))
-
-
-def labels_table(folder):
-    """pseudo_labels.csv as {(round, class): {column: number}}."""
-    with open(folder / "pseudo_labels.csv", newline="") as file:
-        table = list(csv.DictReader(file))
-    return {
-        (int(row.pop("round")), row.pop("class")): {key: int(value) if value else None for key, value in row.items()}
-        for row in table
-    }
 
 
 # ---- clients of odd kinds -----------------------------------------------------------------------------------------
@@ -92,7 +82,7 @@ class World:
         return labels.pseudo_label, dict(zip(fedcopl.LABEL_COLUMNS, table.tolist()))
 
     def update(self, client, label, rnd=0):
-        labels = fedcopl.Labels(label, torch.nn.functional.one_hot(label + 1, CLASSES + 1)[:, 1:].bool())
+        labels = one_class_labels(fedcopl, label, CLASSES)
         return fedcopl.client_update(
             self.args, rnd, client, self.clip, self.text, self.data, self.prompts, labels, self.learned, self.optimizer
         )

@@ -1,4 +1,4 @@
-"""baselines/fedlabel.py: expertise and losses by slow loops, identities with FixMatch and FedAvg, both phases, bytes."""
+"""baselines/fedlabel.py: expertise and losses by slow loops, identities with FixMatch and FedAvg, phases, bytes."""
 
 import copy
 import math

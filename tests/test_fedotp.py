@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from scripts import checkpoint, equal, mini_clip, rows
 from scripts import method as find_method
+from worlds import one_class_labels
 
 import common
 from baselines import fedotp
@@ -275,7 +276,7 @@ class World:
         label = torch.arange(len(self.data.labels)) % CLASSES
         for client in empty:
             label[self.data.train[client]] = -1
-        return fedotp.Labels(label, F.one_hot(label + 1, CLASSES + 1)[:, 1:].bool())
+        return one_class_labels(fedotp, label, CLASSES)
 
     def update(self, client, labels, rnd=0):
         return fedotp.client_update(

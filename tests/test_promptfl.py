@@ -9,17 +9,16 @@ import open_clip
 import plain_clip
 import pytest
 import torch
-import torch.nn.functional as F
-from scripts import checkpoint, equal, rows, same_run
+from scripts import checkpoint, equal, labels_table, rows, same_run
 from scripts import method as find_method
 from test_fedcopl_maths import slow_selection
 from test_fedcopl_run import (
     CLASSES,
     CLIENTS,
     WIDTH,
-    labels_table,
     stock_clip,
 )
+from worlds import one_class_labels
 
 import common
 from baselines import promptfl
@@ -119,7 +118,7 @@ class World:
 
 
 def one_hot(label):
-    return promptfl.Labels(label, F.one_hot(label + 1, CLASSES + 1)[:, 1:].bool())
+    return one_class_labels(promptfl, label, CLASSES)
 
 
 def close(value, expected, tolerance):

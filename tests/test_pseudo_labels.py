@@ -1,4 +1,4 @@
-"""The pseudo-labels of fedcopl.py beside FedCoPL's own: FPL, IFPL, GRIP, CPL; against slow loops and at their limits."""
+"""The pseudo-labels of fedcopl.py beside FedCoPL's own: FPL, IFPL, GRIP, CPL; against slow loops and at limits."""
 
 import math
 import random
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import rows
+from scripts import labels_table, rows
 from scripts import method as find_method
 from test_bad_input import complaint
 from test_fedcopl_maths import ONE_PROCESS, random_prob, settings, slow_quantile
-from test_fedcopl_run import CLASSES, CLIENTS, VISUAL, labels_table
+from test_fedcopl_run import CLASSES, CLIENTS, VISUAL
 
 import fedcopl
 

@@ -229,26 +229,15 @@ def test_accuracy_after_loading_equals_the_one_logged(method, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--clients", 1, "--clients-per-round", 1, "--label-ratio", 1, "--alpha", "inf"],
+        "--clients 1 --clients-per-round 1 --label-ratio 1 --alpha inf",
         pytest.param(
-            [
-                "--clients-per-round",
-                4,
-                "--partition",
-                "dirichlet",
-                "--flip",
-                "--width",
-                9,
-                "--amp",
-                "--local-epochs",
-                2,
-            ],
+            "--clients-per-round 4 --partition dirichlet --flip --width 9 --amp --local-epochs 2",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_settings_of_the_protocol_run_and_stay_finite(method, tmp_path, flags):
-    folder = method.train(tmp_path, "--rounds", 1, *flags)
+    folder = method.train(tmp_path, "--rounds", 1, *flags.split())
     assert is_finite(whole_state(folder))
     check_rows(folder)
 

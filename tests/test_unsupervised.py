@@ -1,11 +1,9 @@
 """Every script that trains prompts without labels: label secrecy, odd clients, isolation of clients, costs, flags."""
 
-import csv
-
 import numpy as np
 import pytest
 import torch
-from scripts import UNSUPERVISED, checkpoint, equal, rows
+from scripts import UNSUPERVISED, checkpoint, equal, labels_table, rows
 from scripts import method as find_method
 from test_semi_supervised import check_rows, is_finite, leaves, parser_actions, spy, whole_state
 
@@ -28,11 +26,6 @@ def method(request):
 def prompts(folder, method):
     saved = checkpoint(folder)
     return {name: saved[name] for name in method.module.Prompts._fields}
-
-
-def label_table(folder):
-    with open(folder / "pseudo_labels.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 OF_THE_TRUTH = {
@@ -63,7 +56,9 @@ def test_true_labels_reach_the_log_alone(method, tmp_path, monkeypatch, kind):
         del part["tables"], part["zero_shot"]  # figures for the log
     assert set(method.module.Prompts._fields) < set(a) and equal(a, b)
     assert 0 < (a["pseudo_label"] >= 0).sum() < 200
-    for first, second in zip(label_table(plain), label_table(other), strict=True):
+    tables = labels_table(plain), labels_table(other)
+    assert tables[0].keys() == tables[1].keys()
+    for first, second in zip(*(table.values() for table in tables)):
         assert all(first[key] == second[key] for key in first.keys() - HIDDEN)
     for first, second in zip(rows(plain), rows(other), strict=True):
         assert {key for key in first if first[key] != second[key]} <= OF_THE_TRUTH
@@ -168,7 +163,7 @@ def test_first_labels_are_those_of_zero_shot_clip_in_every_script(tmp_path, kind
     for seed, name in enumerate(UNSUPERVISED, 1):
         method = find_method(name)
         folder = method.train(tmp_path, *KINDS[kind], "--seed", seed, "--rounds", 1, name=f"run{seed}")
-        tables.append(label_table(folder))
+        tables.append(labels_table(folder))
         images.append(checkpoint(folder)["candidate"])
     assert len(tables) > 1 and all(table == tables[0] for table in tables)
     assert all(torch.equal(each, images[0]) for each in images)
@@ -176,8 +171,8 @@ def test_first_labels_are_those_of_zero_shot_clip_in_every_script(tmp_path, kind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_of_a_later_refresh(method, tmp_path, kind):
-    table = label_table(method.train(tmp_path, *KINDS[kind], "--refresh", 1, "--lr", 1))
-    first, second = ([row | {"round": ""} for row in table if row["round"] == rnd] for rnd in "12")
+    table = labels_table(method.train(tmp_path, *KINDS[kind], "--refresh", 1, "--lr", 1))
+    first, second = ([row for (when, _), row in table.items() if when == rnd] for rnd in (1, 2))
     assert len(first) == len(second) == 10 and (first == second) == (kind == "fpl")
 
 
@@ -192,7 +187,7 @@ FLAGS = [  # each pair of settings has to give different runs; one alone is comp
     "--amp",
     "--train-subset 150",
     "--skip-share 0.3",
-    "--template {}-{}",
+    "--template drawing:{}",
     "--text-prompts 3",
     "--prompt-std 0.1",
     "--beta 1",
@@ -245,8 +240,7 @@ def test_every_flag_is_read(method, tmp_path):
 
     def run(flags):
         if flags not in done:
-            words = [word.replace("{}-{}", "a drawing of {}") for word in flags.split()]
-            folder = method.train(tmp_path, *words, name=f"run{len(done)}")
+            folder = method.train(tmp_path, *flags.split(), name=f"run{len(done)}")
             done[flags] = rows(folder), whole_state(folder)
         return done[flags]
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 STATS = (0.5,) * 3, (0.3,) * 3
 
@@ -69,3 +70,8 @@ def same_parameters(upload, received):
 
 def metrics(module, upload):
     return dict(zip(module.METRICS, upload.metrics.tolist()))
+
+
+def one_class_labels(module, label, classes):
+    """The Labels of a CLIP script with one candidate class an image; -1: not selected."""
+    return module.Labels(label, F.one_hot(label + 1, classes + 1)[:, 1:].bool())
