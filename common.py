@@ -1,20 +1,16 @@
-"""What every method script shares: data, partitions, augmentation, seeding, run files and process ranks.
+"""What every method script shares: command line, process ranks, run folder, data, partitions, augmentation.
 
-Nothing that a reader would look for in a paper stands here: losses, pseudo-labels, aggregation, the local
-loop and evaluation are in the method scripts. Functions take plain values, never a parsed command line.
+Nothing that a reader would look for in a paper stands here: losses, pseudo-labels, aggregation, the local loop and
+evaluation are in the method scripts.
 """
 
 import argparse
-import contextlib
 import csv
-import difflib
-import gzip
 import hashlib
 import io
 import json
 import math
 import os
-import pickle
 import platform
 import re
 import shutil
@@ -22,9 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
-import warnings
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -32,11 +28,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from PIL import Image, ImageOps
-from torchvision.datasets import CIFAR10, CIFAR100, SVHN, FashionMNIST
-from torchvision.datasets.utils import download_url
+from torch.utils._pytree import tree_leaves, tree_map
+from torchvision.datasets import CIFAR10, CIFAR100, DTD, SVHN, EuroSAT, FashionMNIST, Flowers102
+from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
+from tqdm import tqdm
+
+# ---- Command line and seeding -------------------------------------------------------------------------------------
+
+switch = argparse.BooleanOptionalAction                  # --gpt, --no-gpt
 
 
 class UserError(Exception):
@@ -44,44 +45,103 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """The run cannot go on (a rank lost): one line on stderr, exit status 1; the checkpoint stays."""
+    """The run cannot go on (a rank lost, the disk full, not finite): one line, exit status 1; what is saved stays."""
 
 
-class Diverged(Stopped):
-    """Training ended in numbers that are not finite: resuming would only repeat it."""
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Command line and seeding
-# ---------------------------------------------------------------------------------------------------------------
-
-class Parser(argparse.ArgumentParser):
-    """argparse that reports a mistake in one line and takes no abbreviated flags."""
-
-    def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, **kwargs)
-
-    def error(self, message):
-        raise UserError(message)
-
-
-def number(kind, low, high=math.inf, open_low=False):
-    """An argparse type: an int or a finite float in [low, high], or (low, high] with open_low."""
+def number(kind, low, high=math.inf, open_low=False, infinite=False):
+    """An argparse type: an int or float in [low, high], or (low, high] with open_low; infinite: or inf."""
     def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
-            word, left, right = "a whole number" if kind is int else "a number", "[("[open_low], "])"[math.isinf(high)]
-            raise argparse.ArgumentTypeError(f"{text!r} is not {word} in {left}{low}, {high}{right}")
+        value = kind(text)
+        inside = low <= value <= high and not math.isinf(value) and not (open_low and value == low)
+        if not inside and not (infinite and value == math.inf):
+            raise argparse.ArgumentTypeError(f"{text} is not in {'[('[open_low]}{low}, {high}{'])'[math.isinf(high)]}")
         return value
+    parse.__name__ = kind.__name__                       # argparse says: invalid int value
     return parse
 
 
-def concentration(text):
-    """An argparse type for a Dirichlet concentration: a number in [0.001, 1e6], or inf (i.i.d.)."""
-    return math.inf if text.strip().lower() in ("inf", "infinity") else number(float, 0.001, 1e6)(text)
+concentration = number(float, 0.001, 1e6, infinite=True)     # of a Dirichlet distribution; inf is i.i.d.
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags that all scripts have. presets: {data set: {flag: value}}, for flags left at None until parse()."""
+
+    def __init__(self, name, doc, presets):
+        super().__init__(prog=f"{name}.py", description=doc.split("\n\n")[0], allow_abbrev=False, epilog="In brackets: "
+                         "the default and its source; [preset] goes by data set, see PRESETS in the script.")
+        self.presets = presets
+        self.run, self.data, self.federation, self.optimiser = map(self.add_argument_group, (
+            "run", "data", "federation", "optimiser (SGD; fresh for each client and round)"))
+        add = self.run.add_argument
+        add("--seed", type=number(int, 0, 2**31 - 1), default=1, help="drives everything random but the split [1]")
+        add("--split-seed", type=number(int, 0, 2**31 - 501), default=0, help="of the split; 0 is the official one [0]")
+        add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
+        add("--amp", action=switch, default=None, help="bfloat16 autocast, losses in float32 [on for CUDA]")
+        add("--out-dir", default="runs", help="where run folders go [runs]")
+        add("--run-name", help="the run folder [script, data set, split, seed, and what differs from the defaults]")
+        add("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
+        add = self.data.add_argument
+        add("--dataset", type=squeeze, choices=presets, default="digits", help="[digits]")
+        add("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
+        add("--train-subset", type=number(int, 1), help="use N training images, equally many a class [all]")
+        add = self.federation.add_argument
+        add("--clients", type=number(int, 1), help="K [preset]")
+        add("--rounds", type=number(int, 1), help="R [preset]")
+        add("--local-epochs", type=number(int, 1), help="E [preset]")
+        add = self.optimiser.add_argument
+        add("--batch-size", type=number(int, 1), help="B [preset]")
+        add("--lr", type=number(float, 0), help="[preset]")
+        add("--momentum", type=number(float, 0, 1), help="[preset]")
+        add("--weight-decay", type=number(float, 0), help="[preset]")
+
+    def add_semi_supervised_flags(self):
+        """What all scripts have whose clients own a few labels and train a ResNet-8. Returns the parser."""
+        self.run.add_argument("--compile", action=switch, default=False, help="torch.compile the network [off]")
+        self.data.add_argument("--image-size", type=number(int, 8, 1024), help="side, a multiple of 4 pixels [preset]")
+        self.data.add_argument("--flip", action=switch, default=None, help="mirror images at random [preset]")
+        add = self.federation.add_argument
+        add("--clients-per-round", type=number(int, 1), help="M [preset]")
+        add("--alpha", type=concentration, default=0.1,
+            help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1; paper 0.1, 0.5, 1]")
+        add("--partition", choices=("official", "dirichlet"), default="official",
+            help="the published protocol of ProxyFL and SAGE, or a textbook draw over all clients [official]")
+        add("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1,
+            help="labelled share of each class; of 4,600 a class for SVHN, as the code [0.1; Table 6: 0.2]")
+        add = self.optimiser.add_argument
+        if "mu" in self.presets["digits"]:
+            add("--mu", type=number(int, 1), help="U = mu * B unlabelled images a step [preset]")
+        # below 8 oneDNN's channels-last kernels break memory on CPUs without AVX-512 (torch 2.14.1)
+        add("--width", type=number(int, 8), help="channels of ResNet-8's first stage [preset]")
+        return self
+
+    def parse(self, argv=None, more=lambda args: {}):
+        """The settings, checked; flags left at None get the preset's value, or that of more(args).
+
+        The run's name holds all that differs from the defaults and can change figures, so ablations never collide.
+        """
+        args = self.parse_args(argv)
+        preset = self.presets[args.dataset] | more(args)
+        if args.clients and "clients_per_round" in preset:
+            preset["clients_per_round"] = min(args.clients, preset["clients_per_round"])
+        split = [f"{name[0]}{value:g}" for name, value in vars(args).items() if name in ("alpha", "beta")]
+        words = [Path(self.prog).stem, args.dataset, *split, f"s{args.seed}"]
+        for name, value in vars(args).items():
+            default, flag = preset.get(name, self.get_default(name)), name.replace("_", "-")
+            if value is None:
+                setattr(args, name, default)
+            elif value != default and name not in Run.FREE | {"dataset", "alpha", "beta", "seed", "rounds"}:
+                words.append(flag if value is True else f"no-{flag}" if value is False else f"{flag}-{value}")
+        name = re.sub(r"[^\w.+-]+", "-", "_".join(words))
+        tail = f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}" if len(name) > 200 else ""
+        args.run_name = args.run_name or name[:200 - len(tail)] + tail
+        if getattr(args, "clients_per_round", 0) > args.clients:
+            self.error(f"--clients-per-round {args.clients_per_round} is more than --clients {args.clients}")
+        if getattr(args, "image_size", 0) % 4:
+            self.error(f"--image-size {args.image_size} is not a multiple of 4")
+        return args
+
+    def error(self, message):
+        raise UserError(message)
 
 
 def stream(seed, *names):
@@ -91,9 +151,11 @@ def stream(seed, *names):
 
 
 def to_device(array, device):
-    """A NumPy array as a tensor on the device; to a GPU through pinned memory, without waiting for the copy."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """An array or tensor on the device; from the host to a GPU through pinned memory, without waiting for the copy."""
+    tensor = torch.as_tensor(array)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def launch(main):
@@ -101,84 +163,63 @@ def launch(main):
     def terminate(*_):
         raise KeyboardInterrupt
     signal.signal(signal.SIGTERM, terminate)
-    rank = rank_and_world()[0]
-    where = f"rank {rank}: " if rank else ""
+    sys.stdout.reconfigure(errors="backslashreplace")    # an accent in a path must not end a run
+    status = 0
     try:
         main()
-        status = 0
-    except UserError as error:
-        if rank == 0 or dist.is_initialized():       # before that, all ranks read the same command line: one speaks
-            print(f"{where}error: {error}", file=sys.stderr)
-        status = 2
-    except Stopped as error:
-        print(f"{where}error: {error}", file=sys.stderr)
-        status = 1
+        sys.stdout.flush()
+    except (UserError, Stopped, OSError) as error:
+        status = 2 if isinstance(error, UserError) else 1
+        # before they are connected, all ranks read the same flags and find the same mistake: one speaks
+        if dist.is_initialized() or os.environ.get("RANK", "0") == "0":
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        if isinstance(error, OSError):                   # standard output itself may be what cannot be written to
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
         status = 130
-    sys.stdout.flush()
-    if dist.is_initialized():
-        if status:                                   # other ranks may be gone: leave without waiting for them
-            sys.stderr.flush()
-            os._exit(status)
-        dist.destroy_process_group()
+    if dist.is_initialized() and status:
+        os._exit(status)                                 # other ranks may be gone: leave without waiting for them
     sys.exit(status)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Devices and process ranks
-# ---------------------------------------------------------------------------------------------------------------
+def one_line(error):
+    """An error in one line: our own as it is, others with the name of their kind."""
+    return f"{type(error).__name__}: " * (not isinstance(error, (UserError, Stopped))) + " ".join(str(error).split())
+
+
+# ---- Process ranks ------------------------------------------------------------------------------------------------
 
 def choose_device(text, local_rank=0):
     """`auto`, `cpu`, `mps`, `cuda` or `cuda:N` as a torch.device that exists on this machine."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    mps = torch.backends.mps.is_available()
-    name = text.strip().lower()
-    if name == "auto":
-        name = "cuda" if gpus else "mps" if mps else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
-        raise UserError(f"--device {text}: expected auto, cpu, cuda, cuda:N or mps")
-    if kind == "cuda" and int(index or 0) >= gpus:
-        raise UserError(f"--device {text}: this machine has {gpus} CUDA GPUs that torch {torch.__version__} can use")
-    if kind == "mps" and not mps:
-        raise UserError(f"--device {text}: this machine has no MPS device")
-    if kind == "cuda":
-        return torch.device("cuda", int(index) if index else local_rank % gpus)
-    return torch.device(kind)
-
-
-def rank_and_world():
-    """This process's rank and the number of processes, as torchrun tells them; (0, 1) without torchrun."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    return (int(os.environ["RANK"]), world) if world > 1 else (0, 1)
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": 1}
+    kind, _, index = text.strip().lower().partition(":")
+    kind = next(name for name, count in there.items() if count) if kind == "auto" else kind
+    if kind not in there or index and not index.isdigit() or int(index or 0) >= there[kind]:
+        raise UserError(f"--device {text}: expected auto, cpu, cuda, cuda:N or mps; there are {there} on this machine")
+    return torch.device(kind, int(index or local_rank % there[kind])) if kind == "cuda" else torch.device(kind)
 
 
 class Ranks:
-    """The processes that torchrun started, or the only one. They share the clients of a round among themselves.
+    """The processes that torchrun started, or the only one; they share the clients of a round among themselves.
 
-    NCCL where each rank of a machine has a GPU of its own, gloo otherwise (CPUs, or several ranks on one GPU).
+    What they exchange travels as CPU tensors over gloo: megabytes a round, against minutes of training.
     """
 
-    def __init__(self, device="auto"):
-        self.rank, self.world = rank_and_world()
-        local_rank = int(os.environ.get("LOCAL_RANK", 0)) if self.world > 1 else 0
-        self.device = choose_device(device, local_rank)
+    def __init__(self, args):
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, local_rank = (int(os.environ[name]) if self.world > 1 else 0 for name in ("RANK", "LOCAL_RANK"))
         self.first, self.first_here = self.rank == 0, local_rank == 0
+        self.device = choose_device(args.device, local_rank)
+        args.amp = self.device.type == "cuda" if args.amp is None else args.amp
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.wire = torch.device("cpu")                              # where tensors are while they travel
-        if self.world > 1:
-            own_gpu = self.device.type == "cuda" and ":" not in device and (
-                int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= torch.cuda.device_count())
-            self.wire = self.device if own_gpu else self.wire
-            self._exchange(dist.init_process_group, "nccl" if own_gpu else "gloo", timeout=timedelta(hours=1))
 
     def first_then_others(self, function):
         """Call function() in the first process of each machine (it may download), then in the others."""
-        if self.world > 1 and not self.first_here:
-            self._exchange(dist.barrier)
-        result = function()
-        if self.world > 1 and self.first_here:
+        self._exchange(dist.barrier)                     # all are connected: a failure from here on is seen by all
+        for turn in (True, False):
+            if turn == self.first_here:
+                result = function()
             self._exchange(dist.barrier)
         return result
 
@@ -187,259 +228,240 @@ class Ranks:
         return items[self.rank::self.world]
 
     def gather(self, results, total):
-        """On rank 0: all `total` results in the order of the list that `mine` shared out; elsewhere None.
-
-        A result is a tensor or a dict or NamedTuple of results. All have the same shapes, so bytes travel.
-        """
+        """On rank 0 all `total` results, tensors in dicts and NamedTuples, in the order of `mine`; elsewhere None."""
         if self.world == 1:
             return results
-        packed = [_pack(result, self.wire) for result in results]
-        size = torch.tensor(len(packed[0]) if packed else 0, device=self.wire)     # 0: more ranks than clients
-        self._exchange(dist.all_reduce, size, op=dist.ReduceOp.MAX)
-        filler, everyone = torch.zeros(int(size), dtype=torch.uint8, device=self.wire), []
-        for turn in range(math.ceil(total / self.world)):
-            own = packed[turn] if turn < len(packed) else filler
-            slots = [torch.empty_like(own) for _ in range(self.world)] if self.first else None
-            self._exchange(dist.gather, own, slots, dst=0)
-            everyone += slots or []
-        return [_unpack(bytes_, results[0]) for bytes_ in everyone[:total]] if self.first else None
+        everyone = [None] * self.world if self.first else None
+        self._exchange(dist.gather_object, _to_cpu(results), everyone)
+        if self.first:
+            return [_like(everyone[i % self.world][i // self.world], results[0]) for i in range(total)]
 
     def broadcast(self, value):
         """The value of rank 0 (a tensor, or a dict or NamedTuple of them) on every rank."""
         if self.world == 1:
             return value
-        packed = _pack(value, self.wire)
-        self._exchange(dist.broadcast, packed, src=0)
-        return _unpack(packed, value)
+        box = [_to_cpu(value)]
+        self._exchange(dist.broadcast_object_list, box)
+        return value if self.first else _like(box[0], value)
 
-    def _exchange(self, operation, *args, **kwargs):
+    def _exchange(self, operation, *args):
+        if self.world == 1:
+            return
         try:
-            return operation(*args, **kwargs)
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=timedelta(hours=1))
+            operation(*args)
         except RuntimeError as error:
-            raise Stopped(f"another rank has ended or does not answer ({str(error).splitlines()[0][:120]})") from None
+            raise Stopped("another rank has ended or does not answer: continue with the same command and --resume "
+                          f"({str(error).splitlines()[0][:120]})") from None
 
 
-def _leaves(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for part in (value.values() if isinstance(value, dict) else value) for leaf in _leaves(part)]
+def _to_cpu(value):
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def _pack(value, wire):
-    return torch.cat([leaf.detach().to(wire).contiguous().reshape(-1).view(torch.uint8) for leaf in _leaves(value)])
+def _like(value, model):
+    """value with its tensors on the devices of model's, which has the same structure."""
+    return tree_map(lambda leaf, own: leaf.to(own.device) if isinstance(own, torch.Tensor) else leaf, value, model)
 
 
-def _unpack(packed, like):
-    """The inverse of _pack, with the structure, shapes, dtypes and devices of `like`."""
-    def build(value):
-        nonlocal at
-        if isinstance(value, torch.Tensor):
-            size = value.numel() * value.element_size()
-            piece, at = packed[at:at + size].clone(), at + size      # clone: aligned, and not a view of all the rest
-            return piece.view(value.dtype).reshape(value.shape).to(value.device)
-        if isinstance(value, dict):
-            return {key: build(part) for key, part in value.items()}
-        return type(value)(*map(build, value))
-    at = 0
-    return build(like)
+# ---- Run folder ---------------------------------------------------------------------------------------------------
 
+class Run:
+    """The run folder <out_dir>/<run_name>, and all that a run says: a script hands over rows and states, no more.
 
-# ---------------------------------------------------------------------------------------------------------------
-# Run folder
-# ---------------------------------------------------------------------------------------------------------------
-
-class RunFolder:
-    """<out_dir>/<name>: config.json, clients.csv, rounds.csv, summary.json, checkpoint.pt, curves.png.
-
-    The constructor only checks; nothing is written before open(). With `writer` off (ranks other than the first)
-    files are read, never written. Settings in FREE and `free` may change on a resume (--rounds may grow). `extra` has
-    further entries of summary.json.
+    checkpoint.pt holds the rows too: a kill at any moment leaves one truth, and rounds.csv and summary.json follow it.
+    The constructor only reads. On a resume settings in FREE and `free` may change, and --rounds may grow.
     """
 
-    FREE = {"rounds", "data_dir", "cache_gb", "device", "amp", "out_dir", "run_name", "resume", "overwrite"}
+    FREE = {"data_dir", "cache_gb", "device", "amp", "out_dir", "run_name", "resume"}
 
-    def __init__(self, out_dir, name, settings, resume=False, overwrite=False, writer=True, free=()):
-        self.path, self.writer = Path(out_dir).expanduser() / name, writer
-        self.resumed, self.overwrite, self.free = resume, overwrite, self.FREE | {*free}
-        self.script, self.rows, self.saved, self.lock, self.extra = Path(sys.argv[0]), [], 0, None, {}
-        self.settings = {key: str(value) if value == math.inf else value for key, value in settings.items()}
-        if resume and overwrite:
-            raise UserError("--resume and --overwrite exclude each other")
-        if Path(name).name != name or name in (".", "..") or len(name) > 200:
-            raise UserError(f"--run-name {name!r}: expected a plain folder name of at most 200 characters")
-        check_writable(self.path, f"--out-dir {out_dir}")
-        self.config = self._read_config()
-        no_run = f"{self.path} holds no run of {self.script.name} (no such config.json)"
-        if resume:
-            if self.config is None:
-                raise UserError(f"--resume: {no_run}")
-            self._refuse_changes(self.config["settings"], "config.json")
-        elif self.path.is_file() or self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
-            if not overwrite:
-                raise UserError(f"{self.path} exists: continue it with --resume, replace it with --overwrite, "
-                                "or choose --run-name")
-            if self.config is None:
-                raise UserError(f"--overwrite: {no_run}; remove it yourself")
+    def __init__(self, args, ranks, free=()):
+        self.path, self.ranks, self.script = Path(args.out_dir).expanduser() / args.run_name, ranks, Path(sys.argv[0])
+        self.settings = {key: str(value) if value == math.inf else value for key, value in vars(args).items()}
+        self.rows, self.checkpoint, self.config, self.lock, self.extra = [], None, None, None, {}
+        if Path(args.run_name).name != args.run_name or args.run_name in (".", "..") or len(args.run_name) > 200:
+            raise UserError(f"--run-name {args.run_name!r}: expected a plain folder name of at most 200 characters")
+        check_writable(self.path, f"--out-dir {args.out_dir}")
+        if args.resume:
+            self._read(self.FREE | {*free})
+        elif self.path.exists():
+            raise UserError(f"{self.path} exists: continue it with --resume, choose another --run-name, or remove it")
 
-    def _read_config(self):
-        """config.json, or None where there is none or it is not one of this script's."""
-        file = self.path / "config.json"
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except OSError:
-            return None
-        except ValueError as error:
-            raise UserError(f"{file}: not readable as JSON ({error})") from None
-        known = isinstance(config, dict) and isinstance(config.get("settings"), dict) and "rounds" in config["settings"]
-        return config if known and config.get("script") == self.script.name else None
-
-    def _refuse_changes(self, before, file):
-        now = self.settings
-        changed = [f"--{key.replace('_', '-')} {before.get(key)} -> {now.get(key)}"
-                   for key in sorted({*before, *now} - self.free) if before.get(key) != now.get(key)]
-        if now["rounds"] < before["rounds"]:
-            changed.append(f"--rounds {before['rounds']} -> {now['rounds']} (may only grow)")
+    def _read(self, free):
+        """Settings, rows and state of the run to be resumed; whatever is not its continuation is refused."""
+        file, now = self.path / "checkpoint.pt", {"script": self.script.name} | self.settings
+        with blame(self.path / "config.json"):
+            self.config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            then = {"script": self.config["script"]} | self.config["settings"]
+            changed = [f"--{key.replace('_', '-')} {then.get(key)} -> {now.get(key)}" for key in {**then, **now}
+                       if key not in free and then.get(key) != now.get(key)]
+            changed = [] if len(changed) == 1 and now["rounds"] > then["rounds"] else changed
         if changed:
-            raise UserError(f"--resume: settings differ from {self.path / file}: " + "; ".join(changed))
-
-    def load_checkpoint(self):
-        """The state of the last complete round, on the CPU, or None if there is none; the rows up to it stay."""
-        if not self.resumed:
-            return None
-        file, table, state, rows = self.path / "checkpoint.pt", self.path / "rounds.csv", None, []
+            raise UserError(f"--resume: {self.path} has other settings: {'; '.join(changed)} (--rounds alone may grow)")
+        self._lock()
         if file.exists():
-            try:
-                state = torch.load(file, weights_only=True, map_location="cpu")
-                before, self.saved = json.loads(state["settings"]), state["round"]
-            except Exception as error:
-                raise UserError(f"{file}: not readable as a checkpoint ({type(error).__name__})") from None
-            self._refuse_changes(before, "checkpoint.pt")
-        if table.exists():
-            with open(table, newline="", encoding="utf-8") as lines:
-                rows = list(csv.DictReader(lines))
-        if not file.exists() and len(rows) > 1:                      # a round's row comes just before its checkpoint
-            raise UserError(f"--resume: {table} has {len(rows)} rounds, but {file} is missing")
-        self.rows = rows[:self.saved]
-        if [row["round"] for row in self.rows] != [str(k + 1) for k in range(self.saved)]:
-            raise UserError(f"{table}: expected rows 1 to {self.saved} of the checkpoint, found {len(self.rows)} rows")
-        return state
-
-    def open(self, device, client_rows, **facts):
-        """Write config.json (settings, facts, commit, versions, device) and clients.csv, a dict a client.
-
-        facts say what the run stands on, say a fingerprint of the data; a resumed run must find them unchanged.
-        """
-        if not self.writer:
-            return
-        here = {"commit": git_commit(Path(__file__).parent), "device": device_name(device), "versions": versions()}
-        if self.resumed:
-            changed = [f"{key} {self.config.get(key)} -> {value}" for key, value in facts.items()
-                       if self.config.get(key) != value]
-            if changed:
-                raise UserError(f"--resume: not what {self.path} began with: " + "; ".join(changed))
-            self._lock()
-            resumed = [*self.config.get("resumed", []), {"after_round": self.saved, **here}]
-            config = self.config | {"settings": self.settings, "resumed": resumed}
-        else:
-            config = {"script": self.script.name, "settings": self.settings, **facts, **here}
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._lock()
-                # not the folder itself: it has the lock; and last what tells that this is a run
-                before = self.path.iterdir() if self.overwrite else ()
-                for old in sorted(before, key=lambda old: old.name == "config.json"):
-                    shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-            except OSError as error:
-                raise UserError(f"--out-dir: cannot write {self.path} ({error.strerror})") from None
-        self._replace("config.json", lambda file: file.write_text(json.dumps(config, indent=1), encoding="utf-8"))
-        if self.rows:
-            self.save_table("rounds.csv", self.rows)                 # drops a round whose checkpoint was never written
-            return
-        (self.path / "rounds.csv").unlink(missing_ok=True)
-        _write_csv(self.path / "clients.csv", client_rows)
-        for source in (self.script, Path(__file__)):                 # the code as it ran
-            if source.suffix == ".py" and source.is_file():
-                shutil.copy(source, self.path)
+            with blame(file):
+                self.checkpoint = torch.load(file, weights_only=True, map_location="cpu")
+                self.rows = self.checkpoint["rows"]
+        elif (self.path / "rounds.csv").exists():
+            raise UserError(f"--resume: {self.path} has rounds, but its checkpoint.pt is missing")
 
     def _lock(self):
         """One process at a time writes here; the system takes the lock back however the process ends."""
-        try:
+        if self.ranks.first and os.name != "nt":                     # Windows has no such lock
             import fcntl
-        except ImportError:                                          # Windows has none: nothing is locked there
-            return
-        self.lock = os.open(self.path, os.O_RDONLY)
+            self.lock = os.open(self.path, os.O_RDONLY)
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"{self.path} is being written to by another process") from None
+
+    def restore(self, fresh):
+        """What the run begins with: `fresh`, a NamedTuple, or on a resume what the checkpoint has in its place."""
+        return _like(type(fresh)(*map(self.checkpoint.get, fresh._fields)), fresh) if self.checkpoint else fresh
+
+    def start(self, class_names, counts, **facts):
+        """Make the folder, or continue it, and say what runs on what: `with run.start(...):`.
+
+        counts: {kind of images: (K, C) numbers of each client}. facts: what a resumed run must find unchanged.
+        """
+        if not self.ranks.first:
+            return self
+        config = {"script": self.script.name, "settings": self.settings, **facts, **environment(self.ranks.device)}
+        changed = [f"{key} {self.config.get(key)} -> {value}" for key, value in facts.items()
+                   if self.config and self.config.get(key) != value]
+        if changed:
+            raise UserError(f"--resume: not what {self.path} began with: {'; '.join(changed)}")
+        if self.config:
+            self._write("config.json", json.dumps(config, indent=1))
+            self._write_rounds()
+        else:
+            self._make(config, class_names, counts)
+        print(" ".join(f"{key}={value}" for key, value in self.settings.items()))
+        print(*(f"{key} {config[key]}" for key in config if key != "settings"), f"ranks {self.ranks.world}", sep=" | ")
+        few = len(class_names) <= 12
+        print("client", *(f"{kind} images, {'by class' if few else 'classes there'}" for kind in counts), sep=" | ")
+        for client, own in enumerate(list(zip(*counts.values()))[:20]):
+            print(f"{client:6d}", *(f"{n.sum():5d}: " + " ".join(f"{k:4d}" for k in (n if few else [(n > 0).sum()]))
+                                    for n in own), sep=" | ")
+        for kind, own in counts.items():
+            without = np.flatnonzero(own.sum(1) == 0)
+            if len(without):
+                print(f"{len(without)} of {len(own)} clients own no {kind} image, the first is client {without[0]}")
+        return self
+
+    def _make(self, config, class_names, counts):
+        """The folder with its first files, complete or not at all: of two starts of one name one comes too late."""
+        final, self.path = self.path, self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        columns = {kind: own.sum(1) for kind, own in counts.items()}
+        columns |= {f"{kind}_{name}": own[:, c] for kind, own in counts.items() for c, name in enumerate(class_names)}
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{self.path} is being written to by another process") from None
+            self.path.mkdir(parents=True)
+            self._lock()
+            self._write("config.json", json.dumps(config, indent=1))
+            self.write_table("clients.csv", [{"client": client} | dict(zip(columns, numbers))
+                                             for client, numbers in enumerate(zip(*columns.values()))])
+            for source in (self.script, Path(__file__)):             # the code as it ran
+                if source.suffix == ".py" and source.is_file():
+                    shutil.copy(source, self.path)
+            os.rename(self.path, final)                              # fails where a folder holds anything
+        except (OSError, Stopped) as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            if final.exists():
+                raise UserError(f"{final} exists: another run of this name has begun meanwhile") from None
+            raise Stopped(f"cannot make {final} ({getattr(error, 'strerror', None) or error})") from None
+        self.path = final
 
-    def save_round(self, row, state):
-        """Append the row to rounds.csv, renew summary.json, then checkpoint.pt. None and NaN give empty cells."""
-        self.rows.append({key: _cell(value) for key, value in row.items()})
-        if not self.writer:
-            return
-        _write_csv(self.path / "rounds.csv", self.rows[-1:], append=len(self.rows) > 1)
-        self._replace("summary.json", lambda file: file.write_text(json.dumps(self.summary(), indent=1)))
-        state = {**state, "round": len(self.rows), "settings": json.dumps(self.settings)}
-        self._replace("checkpoint.pt", lambda file: torch.save(state, file))     # last: it makes the round count
-        self.saved = len(self.rows)
+    def rounds(self):
+        """The rounds still to do, each timed up to save(). Ends with curves.png and a summary."""
+        done, wanted = len(self.rows), self.settings["rounds"]
+        for rnd in tqdm(range(done + 1, wanted + 1), initial=done, total=wanted, unit="round",
+                        disable=None if self.ranks.first else True):
+            self.clock = time.perf_counter()
+            yield rnd
+        if self.ranks.first:
+            self._plot()
+            end = self.summary()
+            print(f"final {end['final_acc_pct']:.2f} % | mean of the last {min(10, end['rounds'])} rounds "
+                  f"{end['mean_last10_acc_pct']:.2f} % | best on the test set, no headline: {end['best_acc_pct']:.2f} % "
+                  f"in round {end['best_round']} | {end['seconds']:.0f} s | {self.path}")
 
-    def save_table(self, name, rows):
-        """A CSV file of the folder, a dict a row, written anew as a whole."""
-        if self.writer:
-            self._replace(name, lambda file: _write_csv(file, rows))
+    def save(self, row, state):
+        """End a round: its row, {column: number or None}, and in tensors all that a resumed run needs; rank 0 alone."""
+        row = {"round": len(self.rows) + 1, **row, "seconds": time.perf_counter() - self.clock}
+        broken = [name for name, value in (row | state).items() for leaf in tree_leaves(value)
+                  if isinstance(leaf, (float, torch.Tensor)) and not torch.as_tensor(leaf).isfinite().all()]
+        if broken:
+            raise Stopped(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr "
+                          f"({self.path} keeps {len(self.rows)} complete rounds)")
+        rows, file = [*self.rows, row], io.BytesIO()
+        torch.save({**state, "rows": rows}, file)
+        self._write("checkpoint.pt", file.getvalue())                # first: it makes the round count
+        self.rows = rows
+        self._write_rounds()
+        shown = [f"{name.removesuffix('_pct')} {value:.4g}{'%' * name.endswith('_pct')}" for name, value in row.items()
+                 if value is not None and re.match("test|loss|pl_|low|set|pooled|clients_empty", name)]
+        tqdm.write(" | ".join([f"round {row['round']}/{self.settings['rounds']}", *shown, f"{row['seconds']:.1f} s"]))
+
+    def _write_rounds(self):
+        if self.rows:
+            self.write_table("rounds.csv", self.rows)
+            self._write("summary.json", json.dumps(self.summary(), indent=1))
+
+    def write_table(self, name, rows):
+        """A CSV file of the folder, a dict a row, written anew as a whole; None gives an empty cell."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, rows[0])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
+        self._write(name, text.getvalue())
+
+    def _write(self, name, content):
+        """Write to a temporary name, then rename: a reader, a kill or a full disk never meets half a file."""
+        part = self.path / f".{name}.tmp"
+        try:
+            part.write_bytes(content if isinstance(content, bytes) else content.encode())
+            os.replace(part, self.path / name)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise Stopped(f"cannot write {self.path / name} ({error.strerror}); {len(self.rows)} complete rounds are "
+                          "kept: make room, then continue with the same command and --resume") from None
 
     def summary(self):
         """Final, mean of the last ten and best accuracy (the best is picked on test data: no headline), costs."""
-        accuracy = [float(row["test_acc_pct"]) for row in self.rows]
-        seconds = sum(float(row["seconds"]) for row in self.rows)
+        accuracy = [float(f"{row['test_acc_pct']:.6g}") for row in self.rows]
+        total = {name: sum(row[name] for row in self.rows) for name in ("seconds", "bytes_up", "bytes_down")}
         return {"final_acc_pct": accuracy[-1], "mean_last10_acc_pct": round(float(np.mean(accuracy[-10:])), 4),
                 "best_acc_pct": max(accuracy), "best_round": int(np.argmax(accuracy)) + 1, "rounds": len(accuracy),
-                "seconds": round(seconds, 2), "seconds_per_round": round(seconds / len(accuracy), 3),
-                "bytes_up": sum(int(row["bytes_up"]) for row in self.rows),
-                "bytes_down": sum(int(row["bytes_down"]) for row in self.rows),
+                **total, "seconds_per_round": round(total["seconds"] / len(accuracy), 3),
                 "finished": len(accuracy) >= self.settings["rounds"], **self.extra}
 
-    def print_summary(self):
-        """The last line of a run."""
-        end = self.summary()
-        print(f"final {end['final_acc_pct']:.2f} % after {end['rounds']} rounds | mean of the last 10: "
-              f"{end['mean_last10_acc_pct']:.2f} % | best on the test set, no headline: {end['best_acc_pct']:.2f} % "
-              f"in round {end['best_round']} | {end['seconds']:.0f} s | {self.path}")
-
-    def plot(self, panels):
-        """curves.png: one panel for each entry {title: [column, ...]}, over the rounds."""
-        if not self.writer:
-            return
+    def _plot(self):
+        """curves.png: shares, losses and drift over the rounds."""
         from matplotlib.figure import Figure                         # a second to import, and only needed here
-        figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
-        for axes, (title, columns) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
-            for column in columns:
-                values = [float(row[column]) if row.get(column) else math.nan for row in self.rows]
-                if not np.isnan(values).all():
-                    axes.plot(range(1, len(values) + 1), values, label=column, marker="." if len(values) < 40 else None)
-            axes.set(title=title, xlabel="round")
-            if axes.lines:
-                axes.legend(fontsize="small")
-        self._replace("curves.png", lambda file: figure.savefig(file, format="png", dpi=120))
-
-    def _replace(self, name, write):
-        """Write to a temporary name, then rename: a reader, or a kill, never meets half a file."""
-        file = self.path / f".{name}.tmp"
-        write(file)
-        os.replace(file, self.path / name)
+        figure, file = Figure(figsize=(13, 4), layout="constrained"), io.BytesIO()
+        for axes, (title, pattern) in zip(figure.subplots(1, 3), (
+                ("%", ".*_pct"), ("loss", "loss.*"), ("drift", "(drift|distance)_.*"))):
+            for name in filter(re.compile(pattern).fullmatch, self.rows[0]):
+                values = [math.nan if row[name] is None else row[name] for row in self.rows]
+                axes.plot(range(1, len(values) + 1), values, label=name)
+            axes.set(ylabel=title, xlabel="round", visible=bool(axes.lines))
+            axes.legend(fontsize="small")
+        figure.savefig(file, format="png")
+        self._write("curves.png", file.getvalue())
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        """Say what is kept and how to go on when the run ends early."""
+        """Say what is kept and how to go on where no error message does."""
         if self.lock is not None:
             os.close(self.lock)
-        if kind is None or issubclass(kind, UserError) or not self.writer or not self.path.exists():
-            return
-        how = "" if issubclass(kind, Diverged) else ": continue with the same command and --resume"
-        print(f"stopped; {self.path} keeps {self.saved} complete rounds{how}", file=sys.stderr)
+        if kind and not issubclass(kind, (UserError, Stopped)) and self.ranks.first:
+            print(f"stopped; {self.path} keeps {len(self.rows)} complete rounds: continue with the same command and "
+                  "--resume", file=sys.stderr)
 
 
 def check_writable(path, flag):
@@ -449,227 +471,76 @@ def check_writable(path, flag):
         raise UserError(f"{flag}: {parent} is not a folder that can be written to")
 
 
-def _cell(value):
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def environment(device):
+    """What a result depends on beside its settings: commit ("+changes" if the tree differs), device, versions."""
+    git = "git", "-C", Path(__file__).parent, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"
+    commit = shutil.which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    cpu = f"{device.type} {platform.machine()} with {torch.get_num_threads()} threads"
+    packages = [name for name in ("torch", "torchvision", "open_clip", "numpy") if name in sys.modules]
+    return {"commit": commit or "unknown",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+            "versions": {"python": platform.python_version(), **{p: sys.modules[p].__version__ for p in packages}}}
 
 
-def _write_csv(path, rows, append=False):
-    with open(path, "a" if append else "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if not append:
-            writer.writeheader()
-        writer.writerows(rows)
+PSEUDO_LABELS = {"pl_used_pct": ("used", "images"), "pl_acc_pct": ("correct", "images"),
+                 "pl_used_acc_pct": ("used_correct", "used")}        # columns of log_row
 
 
-def git_commit(folder):
-    """The commit of the code, with "+changes" where the working tree differs; "unknown" outside a repository."""
-    def git(*words):
-        command = ["git", "-C", str(folder), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def log_row(names, columns, uploads, accuracy, bytes_up, bytes_down):
+    """One row of rounds.csv: the uploads' metrics, summed, as shares and means; the bytes are those of one client.
 
-
-def device_name(device):
-    """`NVIDIA H200`, or `cpu x86_64 with 2 threads`."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()} with {torch.get_num_threads()} threads"
-
-
-def versions():
-    """Versions of what a result depends on; packages that the script did not import are left out."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "torchvision", "open_clip", "numpy"):
-        if name in sys.modules:
-            found[name] = getattr(sys.modules[name], "__version__", "unknown")
-    return found
-
-
-def client_table(class_names, **kinds):
-    """One dict a client: its id, its number of images of each kind, then the same for each class.
-
-    kinds: say labelled=(labels, parts), with labels (n,) on the CPU and one index array a client.
+    names: of the sums in each upload's `metrics`. columns: {column: (sum, sum to divide by)}; None where that is 0.
     """
-    counts = {kind: [np.bincount(labels[part], minlength=len(class_names)).tolist() for part in parts]
-              for kind, (labels, parts) in kinds.items()}
-    rows = []
-    for client in range(len(next(iter(counts.values())))):
-        rows.append({"client": client} | {kind: sum(of_kind[client]) for kind, of_kind in counts.items()})
-        for kind, of_kind in counts.items():
-            rows[-1].update({f"{kind}_{name}": count for name, count in zip(class_names, of_kind[client])})
-    return rows
+    total = dict(zip(names, torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()))
+    trained = sum(bool(upload.weight > 0) for upload in uploads)
+    means = {column: (100 if column.endswith("_pct") else 1) * total[part] / total[whole] if total[whole] else None
+             for column, (part, whole) in columns.items()}
+    return {"test_acc_pct": accuracy, **means, "clients_trained": trained, "clients_empty": len(uploads) - trained,
+            "bytes_up": bytes_up * trained, "bytes_down": bytes_down * trained}
 
 
-def print_table(rows, class_names, kinds, most=20):
-    """The first clients of a client_table, one line each; with many classes only how many are present."""
-    print(" | ".join(["client", *(f"{kind} images, by class" for kind in kinds)]))
-    for row in rows[:most]:
-        cells = [str(row["client"]).rjust(6)]
-        for kind in kinds:
-            counts = [row[f"{kind}_{name}"] for name in class_names]
-            cells.append(f"{row[kind]:5d}: " + (" ".join(f"{count:4d}" for count in counts) if len(counts) <= 12 else
-                                               f"{sum(count > 0 for count in counts)} of {len(counts)} classes"))
-        print(" | ".join(cells))
-    if len(rows) > most:
-        print(f"... {len(rows) - most} more clients: see clients.csv")
-    for kind in kinds:
-        without = [row["client"] for row in rows if not row[kind]]
-        if without:
-            print(f"{len(without)} clients own no {kind} image, the first is client {without[0]}")
+# ---- Data: images into tensors ------------------------------------------------------------------------------------
+# torchvision reads, downloads and verifies what it knows, at its places below --data-dir. All else, and any of those
+# too, are image folders <data-dir>/<name>/{train,test}/<class>/*, see tools/layout_data.py. The digits are embedded.
 
-
-# ---------------------------------------------------------------------------------------------------------------
-# Data: images into tensors
-# ---------------------------------------------------------------------------------------------------------------
-# Data sets are read from wherever a user plausibly put them below --data-dir, and nothing is written but downloads.
-# Original files come first (also still packed: archives are read in memory), then <name>/{train,test}/<class>/* images.
-
-class Dataset(NamedTuple):
-    train_images: torch.Tensor      # (N, 3, S, S) uint8; a LazyImages where the set is too large for memory
-    train_labels: torch.Tensor      # (N,) int64
-    test_images: torch.Tensor
-    test_labels: torch.Tensor
-    class_names: list[str]          # class_names[label]
-    source: str                     # where images and split are from: say it when you quote a result
-
-
-DATASETS = ("digits", "cifar10", "cifar100", "svhn", "cinic10", "fashionmnist", "dtd", "resisc45", "cub", "ucf101",
-            "eurosat", "flowers102", "folder")
-ALIASES = {                         # other names of a data set and of its folder, as squeeze() gives them
-    "dtd": ("describabletextures",), "resisc45": ("nwpuresisc45", "resisc45clip"), "cub": ("cub200", "cub2002011"),
-    "ucf101": ("ucf101midframes",), "eurosat": ("eurosatrgb",),
-    "flowers102": ("flowers", "oxfordflowers", "oxfordflowers102", "oxford102flowers")}
-INNER_FOLDERS = {"resisc45": ("images",), "eurosat": ("2750",), "ucf101": ("ucftraintestlist",)}
+DATASETS = {"digits": 10, "cifar10": 10, "cifar100": 100, "svhn": 10, "cinic10": 10, "fashionmnist": 10, "dtd": 47,
+            "resisc45": 45, "cub": 200, "ucf101": 101, "eurosat": 10, "flowers102": 102, "folder": None}     # classes
 DIGITS = [str(digit) for digit in range(10)]
-CLASS_NAMES = {                     # in the official order of the label ids; "folder" sorts the names it finds
-    "digits": DIGITS, "svhn": DIGITS, "fashionmnist": FashionMNIST.classes,
-    "cifar10": "airplane automobile bird cat deer dog frog horse ship truck".split(),
-    "eurosat": """AnnualCrop Forest HerbaceousVegetation Highway Industrial Pasture PermanentCrop Residential River
-        SeaLake""".split(),
-    "dtd": """banded blotchy braided bubbly bumpy chequered cobwebbed cracked crosshatched crystalline dotted fibrous
-        flecked freckled frilly gauzy grid grooved honeycombed interlaced knitted lacelike lined marbled matted meshed
-        paisley perforated pitted pleated polka-dotted porous potholed scaly smeared spiralled sprinkled stained
-        stratified striped studded swirly veined waffled woven wrinkled zigzagged""".split(),
-    "resisc45": """airplane airport baseball_diamond basketball_court beach bridge chaparral church circular_farmland
-        cloud commercial_area dense_residential desert forest freeway golf_course ground_track_field harbor
-        industrial_area intersection island lake meadow medium_residential mobile_home_park mountain overpass palace
-        parking_lot railway railway_station rectangular_farmland river roundabout runway sea_ice ship snowberg
-        sparse_residential stadium storage_tank tennis_court terrace thermal_power_station wetland""".split(),
-    "flowers102": [" ".join(name.split()) for name in """
-        pink primrose, hard-leaved pocket orchid, canterbury bells, sweet pea, english marigold, tiger lily, moon
-        orchid, bird of paradise, monkshood, globe thistle, snapdragon, colt's foot, king protea, spear thistle,
-        yellow iris, globe-flower, purple coneflower, peruvian lily, balloon flower, giant white arum lily, fire
-        lily, pincushion flower, fritillary, red ginger, grape hyacinth, corn poppy, prince of wales feathers,
-        stemless gentian, artichoke, sweet william, carnation, garden phlox, love in the mist, mexican aster, alpine
-        sea holly, ruby-lipped cattleya, cape flower, great masterwort, siam tulip, lenten rose, barbeton daisy,
-        daffodil, sword lily, poinsettia, bolero deep blue, wallflower, marigold, buttercup, oxeye daisy, common
-        dandelion, petunia, wild pansy, primula, sunflower, pelargonium, bishop of llandaff, gaura, geranium, orange
-        dahlia, pink-yellow dahlia?, cautleya spicata, japanese anemone, black-eyed susan, silverbush, californian
-        poppy, osteospermum, spring crocus, bearded iris, windflower, tree poppy, gazania, azalea, water lily, rose,
-        thorn apple, morning glory, passion flower, lotus, toad lily, anthurium, frangipani, clematis, hibiscus,
-        columbine, desert-rose, tree mallow, magnolia, cyclamen, watercress, canna lily, hippeastrum, bee balm, ball
-        moss, foxglove, bougainvillea, camellia, mallow, mexican petunia, bromelia, blanket flower, trumpet creeper,
-        blackberry lily""".split(",")],
-    "cifar100": """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly
-        camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur
-        dolphin elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
-        lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
-        pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
-        shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
-        television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm""".split()}
-CLASS_NAMES["cinic10"] = CLASS_NAMES["cifar10"]
-CLASS_COUNT = {"cub": 200, "ucf101": 101}          # their names come with the files
 EUROSAT_WORDS = ("annual crop land, forest, brushland or shrubland, highway or road, "      # as GRIP has them
                  "industrial buildings or commercial buildings, pasture land, permanent crop land, "
                  "residential buildings or homes or apartments, river, lake or sea").split(", ")
-CIFAR = {"cifar10": CIFAR10, "cifar100": CIFAR100}
-OXFORD = "https://www.robots.ox.ac.uk/~vgg/data/"
-EUROSAT_URL = ("https://huggingface.co/datasets/torchgeo/eurosat/resolve/"
-               "c877bcd43f099cd0196738f714544e355477f3fd/EuroSAT.zip")
-# name -> folder below data_dir, and for each original file: what to look for, in this order ("x/" is a folder; what
-# an archive unpacks to comes before it), and URL and MD5 as torchvision knows them, None where there is no download
-ORIGINALS = {
-    "cifar10": ("", [(("data_batch_1", CIFAR10.filename), CIFAR10.url, CIFAR10.tgz_md5)]),
-    "cifar100": ("", [(("train", CIFAR100.filename), CIFAR100.url, CIFAR100.tgz_md5)]),
-    "svhn": ("svhn", [((file,), url, md5) for url, file, md5 in (SVHN.split_list["train"], SVHN.split_list["test"])]),
-    "fashionmnist": ("FashionMNIST/raw", [((file, file.removesuffix(".gz")), FashionMNIST.mirrors[0] + file, md5)
-                                          for file, md5 in FashionMNIST.resources]),
-    "dtd": ("dtd", [(("labels/train1.txt", "dtd-r1.0.1.tar.gz"), OXFORD + "dtd/download/dtd-r1.0.1.tar.gz",
-                     "fff73e5086ae6bdbea199a49dfb8a4c1")]),
-    "flowers102": ("flowers-102", [
-        (("jpg/", "102flowers.tgz"), OXFORD + "flowers/102/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa"),
-        (("imagelabels.mat",), OXFORD + "flowers/102/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d"),
-        (("setid.mat",), OXFORD + "flowers/102/setid.mat", "a5357ecc9cb78c4bef273ce3793fc85c")]),
-    "eurosat": ("eurosat", [(("AnnualCrop/", "EuroSAT.zip"), EUROSAT_URL, "c8fa014336c82ac7804f0398fcb19387")]),
-    "resisc45": ("", [(("airplane/",), None, None)]),
-    "cub": ("", [(("images.txt",), None, None)]),
-    "ucf101": ("", [(("split_zhou_UCF101.json", "trainlist01.txt"), None, None),
-                    (("Apply_Eye_Makeup/", "ApplyEyeMakeup/"), None, None)])}
-UNPACKED = {"cifar10": CIFAR10.base_folder, "cifar100": CIFAR100.base_folder, "dtd": "dtd/dtd",
-            "flowers102": "flowers-102/jpg", "eurosat": "eurosat/2750"}
-BY_HAND = {                         # name -> the original layout below data_dir, if it is read, and where to get it
-    "cinic10": ("", "unpack CINIC-10.tar.gz (https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz) "
-                "inside its folder cinic10"),
-    "resisc45": ("NWPU-RESISC45/<class>/*.jpg (with train.json, val.json and test.json there, their split)",
-                 "get NWPU-RESISC45 from https://huggingface.co/datasets/torchgeo/resisc45, the lists, if you want "
-                 "them, from https://github.com/Computer-Vision-in-the-Wild/DataDownload (resisc45_clip)"),
-    "cub": ("CUB_200_2011/{images.txt,image_class_labels.txt,train_test_split.txt,classes.txt,images/}",
-            "get CUB_200_2011.tgz from https://data.caltech.edu/records/65de6-vp158"),
-    "ucf101": ("ucf101/{split_zhou_UCF101.json,UCF-101-midframes/<Class_Name>/*.jpg} (or, instead of the .json, "
-               "trainlist01.txt and testlist01.txt)",
-               "get both from https://github.com/KaiyangZhou/CoOp/blob/main/DATASETS.md#ucf101")}
-IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+TORCHVISION = {                     # name: torchvision's class, and {file below its root: address} of what it downloads
+    "cifar10": (CIFAR10, {CIFAR10.filename: CIFAR10.url}), "cifar100": (CIFAR100, {CIFAR100.filename: CIFAR100.url}),
+    "svhn": (SVHN, {SVHN.split_list[split][1]: SVHN.split_list[split][0] for split in ("train", "test")}),
+    "fashionmnist": (FashionMNIST, {f"FashionMNIST/raw/{file}": FashionMNIST.mirrors[0] + file
+                                    for file, _ in FashionMNIST.resources}),
+    "dtd": (DTD, {"dtd/dtd-r1.0.1.tar.gz": DTD._URL}),
+    "flowers102": (Flowers102, {f"flowers-102/{file}": Flowers102._download_url_prefix + file
+                                for file, _ in Flowers102._file_dict.values()}),
+    "eurosat": (EuroSAT, {"eurosat/EuroSAT.zip": "https://huggingface.co/datasets/torchgeo/eurosat/resolve/"
+                          "c877bcd43f099cd0196738f714544e355477f3fd/EuroSAT.zip"})}
 
 
 def squeeze(text):
-    """What counts in a name: 'CIFAR-10' and 'cifar_10' are the same, 'T-shirt/top' and 'tshirt_top' too."""
+    """What counts in the name of a data set: CIFAR-10 and cifar_10 are the same."""
     return re.sub(r"[\W_]+", "", str(text).lower())
 
 
-def dataset_name(text, among=DATASETS):
-    """The canonical name of one of these data sets; upper case, '-', '_' and spaces do not matter."""
-    name = squeeze(text)
-    name = next((official for official, others in ALIASES.items() if name in others), name)
-    if name not in among:
-        close = difflib.get_close_matches(name, among, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        problem = "not a data set of this script" if name in DATASETS else "unknown data set"
-        raise UserError(f"--dataset {text}: {problem}{hint}; there are {', '.join(among)}")
-    return name
-
-
-def readable(text):
-    """A class name as words: '012.Yellow_headed_Blackbird', 'ApplyEyeMakeup', 'T-shirt/top'; '7' stays as it is."""
-    text = re.sub(r"^(\d+[\s._-]+)+(?=[^\W\d_])", "", text)                 # an index before the name
-    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text.replace("_", " ").replace("/", " or "))
-    return " ".join(text.split())
-
-
 def prompt_names(name, class_names):
-    """Class names as CLIP should read them, in the same order; no two may be the same to it."""
-    words = EUROSAT_WORDS if name == "eurosat" else [readable(text) for text in class_names]
-    words = [text.lower() for text in words] if name == "cub" else list(words)
-    first = {}
-    for text, official in zip(words, class_names):
-        other = first.setdefault(text.lower(), official)                      # CLIP reads everything in lower case
+    """Class names as CLIP should read them: 012.Yellow_headed_Blackbird, ApplyEyeMakeup, T-shirt/top as words."""
+    words, first = [], {}
+    for official, text in zip(class_names, EUROSAT_WORDS if name == "eurosat" else class_names):
+        text = re.sub(r"^(\d+[\s._-]+)+(?=[^\W\d_])", "", text)             # an index before the name
+        text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text.replace("_", " ").replace("/", " or "))
+        words.append(" ".join((text.lower() if name == "cub" else text).split()))
+        other = first.setdefault(words[-1].lower(), official)               # CLIP reads everything in lower case
         if other != official:
-            raise UserError(f"{name}: classes {other} and {official} would both be called {text!r}: rename a folder")
+            raise UserError(f"{name}: classes {other} and {official} would both be called {words[-1]!r}: rename one")
     return words
 
 
-def one_line(error):
-    reason = getattr(error, "reason", None)         # urllib wraps the real reason
-    error = reason if isinstance(reason, Exception) else error
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-@contextlib.contextmanager
-def blame(path, verb="read"):
+@contextmanager
+def blame(path):
     """Turn whatever goes wrong while `path` is read into one line that names it; parsers raise all kinds of errors."""
     try:
         yield
@@ -677,618 +548,192 @@ def blame(path, verb="read"):
         raise
     except Exception as error:
         advice = "" if getattr(error, "errno", None) else ": damaged, incomplete or not the expected content"
-        raise UserError(f"cannot {verb} {path} ({one_line(error)}){advice}") from error
+        raise UserError(f"cannot read {path} ({one_line(error)}){advice}") from error
 
 
-def search_places(name, data_dir):
-    """Folders that may hold the data: those named after the data set, down to three levels, then data_dir itself."""
-    if name == "folder" or not data_dir.is_dir():
-        return [data_dir]
-    usual = {name, f"{name}python", f"{name}batchespy", f"dataset{name}", "raw",     # as unpackers and torchvision do
-             *ALIASES.get(name, ()), *INNER_FOLDERS.get(name, ())}
-    places, level = [data_dir], [data_dir]
-    for _ in range(3):
-        level = [child for parent in level for child in sorted(parent.iterdir())
-                 if squeeze(child.name) in usual and not is_hidden(child.name) and child.is_dir()]
-        places = level + places
-    return places
-
-
-def find_originals(name, places):
-    """The path found for each original file, None if missing."""
-    def there(path, wanted):
-        return path.is_dir() if wanted.endswith("/") else path.is_file()
-    _, files = ORIGINALS.get(name, ("", []))
-    return [next((place / wanted for wanted in alternatives for place in places if there(place / wanted, wanted)), None)
-            for alternatives, _, _ in files]
-
-
-def download(url, path, md5):
-    """Fetch url; path appears only when complete and of the right MD5 sum."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.touch()                                    # a folder that cannot be written shows before the transfer
-    usual_timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(15)                    # torchvision sets none: a dead proxy would hang for minutes
-    try:
-        download_url(url, part.parent, part.name, md5)
-        part.replace(path)
-    finally:
-        socket.setdefaulttimeout(usual_timeout)
-        part.unlink(missing_ok=True)
-
-
-def fetch(name, data_dir, found):
-    """Download the original files that are missing, or say in one line where they are expected."""
-    tree = f"{data_dir / name}/{{train,test}}/<class>/*.png"
-    if name == "folder":
-        raise UserError(f"folder: expected images as {data_dir}/{{train,test}}/<class>/*.png, but train or test is "
-                        "missing; name the folder that holds them with --data-dir")
-    if name in BY_HAND:
-        layout, advice = BY_HAND[name]
-        files = ORIGINALS[name][1] if name in ORIGINALS else []
-        missing = [f"no {alternatives[0]}" for path, (alternatives, *_) in zip(found, files) if path is None]
-        missing = f"{' and '.join(missing)} in {data_dir}; " if missing else ""
-        layout = f"{data_dir / layout}, or " if layout else ""
-        raise UserError(f"{name}: {missing}expected {layout}images as {tree}; they are not downloaded automatically: "
-                        f"{advice}, or name the folder that holds the data with --data-dir")
-    folder, files = ORIGINALS[name]
-    paths = []
-    for path, (alternatives, url, md5) in zip(found, files):
-        if path is None:
-            file = url.rsplit("/", 1)[1]
-            path = data_dir / folder / file
-            try:
-                download(url, path, md5)
-            except Exception as error:              # no network, no space, no permission, wrong MD5 sum, ...
-                packed = name in UNPACKED and len(alternatives) > 1
-                unpacked = f" or unpacked as {data_dir / UNPACKED[name]}" if packed else ""
-                raise UserError(f"{name}: {file} not found in {data_dir} and the download failed ({one_line(error)}); "
-                                f"fetch {url} by hand and save it as {path}{unpacked}, or put images as {tree}, "
-                                "or name the folder that holds the data with --data-dir") from error
-        paths.append(path)
-    return paths
-
-
-def unpack(name, archive):
-    """Unpack an archive beside itself, where the next run finds its content; half of it never shows."""
-    part = archive.with_name(f"{archive.name}.{os.getpid()}.part")
-    with blame(archive, "unpack"):
-        try:
-            shutil.unpack_archive(archive, part, **({} if archive.suffix == ".zip" else {"filter": "data"}))
-            for entry in part.iterdir():
-                entry.replace(archive.parent / entry.name)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-        found = find_originals(name, search_places(name, archive.parent))[0]
-        if found == archive:
-            raise ValueError(f"holds no {ORIGINALS[name][1][0][0][0]}")
-    return found
-
-
-def checked(images, labels, shape, classes):
-    """Arrays of one file as an image and a label tensor, after the checks that its content is what we think."""
-    labels = torch.as_tensor(np.asarray(labels).astype(np.int64))
-    if images.dtype != np.uint8 or images.shape[1:] != shape or labels.shape != images.shape[:1] or not len(labels):
-        raise ValueError(f"{images.dtype} images {images.shape} and {len(labels)} labels, expected uint8 (N, {shape})")
-    if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(f"labels {labels.min()} to {labels.max()}, expected 0 to {classes - 1}")
-    return torch.from_numpy(np.require(images, requirements="CW")), labels
-
+# The readers give class names, and train and test each as images, files or an array (n, H, W[, 3]), and labels.
 
 def read_digits():
     """scikit-learn's digits have no official split. Ours: sorted by class, every fifth image is test (1438 + 359)."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise UserError("--dataset digits needs scikit-learn: pip install scikit-learn") from None
-    grey, labels = load_digits(return_X_y=True)                                   # (1797, 64) values 0..16
-    images = (grey.reshape(-1, 1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-    is_test = np.zeros(len(labels), dtype=bool)
+    from sklearn.datasets import load_digits
+    grey, labels = load_digits(return_X_y=True)                             # (1797, 64) values 0..16
+    images, is_test = (grey.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8), np.zeros(len(labels), dtype=bool)
     is_test[np.argsort(labels, kind="stable")[4::5]] = True
-    return [checked(images[split], labels[split], (1, 8, 8), 10) for split in (~is_test, is_test)]
+    return DIGITS, [(images[split], labels[split]) for split in (~is_test, is_test)]
 
 
-class ArrayUnpickler(pickle.Unpickler):
-    """Lets a pickle build numpy arrays and nothing else: a pickle of unknown origin could run any code."""
-    def find_class(self, module, name):
-        if f"{module.split('.')[0]}.{name}" in ("numpy._reconstruct", "numpy.ndarray", "numpy.dtype",
-                                                "numpy._frombuffer", "_codecs.encode"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"refuses to load {module}.{name}")
+def read_torchvision(name, root, download=False):
+    """A data set of TORCHVISION in its official split; RuntimeError unless it is below root, whole and unharmed."""
+    kind = TORCHVISION[name][0]
+    if name == "eurosat":                                   # no official split: every fifth image of a class is test
+        whole = kind(root, download=download)
+        if len(whole.samples) != 27000:
+            raise RuntimeError(f"{len(whole.samples)} images, expected 27000")
+        rank = np.concatenate([np.arange(count) for count in np.bincount(whole.targets)])
+        return whole.classes, [tuple(zip(*(whole.samples[i] for i in np.flatnonzero(chosen))))
+                               for chosen in (rank % 5 != 4, rank % 5 == 4)]
+    if name in ("dtd", "flowers102"):                       # train and validation together are train
+        train, val, test = (kind(root, split=split, download=download) for split in ("train", "val", "test"))
+        train = train._image_files + val._image_files, train._labels + val._labels
+        return test.classes, [train, (test._image_files, test._labels)]
+    if name == "svhn":                                      # without the `extra` split; torchvision labels zero 0
+        parts = [kind(root, split=split, download=download) for split in ("train", "test")]
+        return DIGITS, [(part.data.transpose(0, 2, 3, 1), part.labels) for part in parts]
+    parts = [kind(root, train=train, download=download) for train in (True, False)]
+    return parts[0].classes, [(np.asarray(part.data), part.targets) for part in parts]
 
 
-def read_cifar(name, place):
-    """place is the folder of the Python pickles, or the archive that holds it."""
-    splits = [[file for file, _ in CIFAR[name].train_list], [file for file, _ in CIFAR[name].test_list]]
-    raw = {}
-    with blame(place):
-        if place.is_dir():
-            raw = {file: (place / file).read_bytes() for file in splits[0] + splits[1]}
-        else:
-            with tarfile.open(place) as archive:
-                for member in archive:
-                    if member.isfile() and Path(member.name).name in splits[0] + splits[1]:
-                        raw[Path(member.name).name] = archive.extractfile(member).read()
-    def batch(file):
-        with blame(place / file), warnings.catch_warnings():
-            warnings.simplefilter("ignore")         # numpy 2.4 has one about pickles as old as the official files
-            content = ArrayUnpickler(io.BytesIO(raw.pop(file)), encoding="latin1").load()
-            labels = content["labels" if name == "cifar10" else "fine_labels"]
-            return checked(content["data"].reshape(-1, 3, 32, 32), labels, (3, 32, 32), len(CLASS_NAMES[name]))
-    return [[torch.cat(parts) for parts in zip(*map(batch, files))] for files in splits]
+def read_folders(name, root):
+    """root/{train,test}/<class>/*: images sorted by class, then by file name; what is hidden is overlooked."""
+    files = [sorted(path for path in root.glob(f"{split}/[!.]*/[!.]*") if is_image_file(path.name))
+             for split in ("train", "test")]
+    train, test = (sorted({path.parent.name for path in paths}) for paths in files)
+    if train != test or not train or len(train) != (DATASETS[name] or len(train)):
+        apart = " ".join(sorted({*train} ^ {*test})[:10])
+        raise UserError(f"{name}: {root} has images of {len(train)} classes in train and {len(test)} in test, expected "
+                        f"{DATASETS[name] or 'the same'}{f'; in one alone: {apart}' if apart else ''}")
+    if not all(map(str.isprintable, train)):                # it could go into no table
+        raise UserError(f"{root}: a class folder's name is not UTF-8, rename it: {' '.join(train)!a}")
+    return train, [(paths, [train.index(path.parent.name) for path in paths]) for paths in files]
 
 
-def read_mat(path):
+def find_data(name, data_dir):
+    """Where the images are from, and what the reader gives; downloads what torchvision knows and is not there."""
+    if name == "digits":
+        return "embedded", *read_digits()
+    for root in (data_dir, data_dir / name, data_dir.parent) if name in TORCHVISION else ():
+        try:
+            with blame(root):
+                return "original files", *read_torchvision(name, root)
+        except UserError as error:
+            if not isinstance(error.__cause__, RuntimeError):               # torchvision's word for: not there
+                raise
+    places = [data_dir] if name == "folder" else [data_dir / name, data_dir]
+    for root in places:
+        if (root / "train").is_dir() and (root / "test").is_dir():
+            return "image folders", *read_folders(name, root)
+    tree = f"images as {places[0]}/{{train,test}}/<class>/*.png, or name the folder that holds the data with --data-dir"
+    if name not in TORCHVISION:
+        tool = f"; python tools/layout_data.py {name} lays them out once" * (name != "folder")
+        raise UserError(f"{name}: expected {tree}{tool}")
+    socket.setdefaulttimeout(15)                            # torchvision sets none: a dead proxy would hang for minutes
     try:
-        from scipy.io import loadmat
-    except ImportError:
-        raise UserError(f"{path} needs scipy to be read: pip install scipy") from None
-    return loadmat(path)
+        return "original files", *read_torchvision(name, data_dir, download=True)
+    except Exception as error:                              # no network, no space, no permission, wrong MD5 sum, ...
+        files = TORCHVISION[name][1]
+        missing = [file for file in files if not (data_dir / file).exists()] or files
+        wanted = " and ".join(f"{files[file]} as {data_dir / file}" for file in missing)
+        raise UserError(f"{name}: not found in {data_dir} and the download failed ({one_line(error)}); fetch {wanted} "
+                        f"by hand, or put {tree}") from None
 
 
-def read_svhn(files):
-    """The cropped digits, without the `extra` split. Label 10 of the files is the digit zero."""
-    splits = []
-    for path in files:
-        with blame(path):
-            content = read_mat(path)
-            labels = content["y"].astype(np.int64).reshape(-1)
-            labels[labels == 10] = 0
-            splits.append(checked(content["X"].transpose(3, 2, 0, 1), labels, (3, 32, 32), 10))   # (H, W, 3, N) there
-    return splits
+class Images:
+    """Images that are prepared when they are asked for: images[index] is (n, 3, S, S) uint8 on the CPU.
 
-
-def read_idx(path):
-    """An array of bytes in MNIST's format, gzipped or not: 0, 0, 8 (uint8), dimensions, big-endian sizes, values."""
-    with blame(path):
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        if raw[:3] != b"\0\0\x08":
-            raise ValueError("no IDX file of bytes")
-        sizes = np.frombuffer(raw, ">i4", count=raw[3], offset=4)
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(sizes)
-
-
-def read_fashionmnist(files, border=2):
-    """28x28 grey images, padded with two black pixels on each side."""
-    splits = []
-    for image_file, label_file in (files[:2], files[2:]):
-        images, labels = read_idx(image_file), read_idx(label_file)
-        with blame(f"{image_file} with {label_file.name}"):
-            if images.shape[1:] != (28, 28):
-                raise ValueError(f"images of shape {images.shape}")
-            images = np.pad(images, ((0, 0), (border, border), (border, border)))[:, None]
-            splits.append(checked(images, labels, images[0].shape, 10))
-    return splits
-
-
-def is_hidden(name):
-    return name.startswith((".", "__MACOSX"))       # .DS_Store, .ipynb_checkpoints, ._image.png
-
-
-def some(names):
-    return ", ".join(names[:10]) + (f", ... ({len(names) - 10} more)" if len(names) > 10 else "")
-
-
-def image_files(folder):
-    return sorted(file for file in os.listdir(folder) if file.lower().endswith(IMAGE_ENDINGS) and not is_hidden(file))
-
-
-def class_folders(name, root, splits):
-    """The class names, and for each split the class folders in the same order, after a check that all are there."""
-    found = {split: sorted(entry.name for entry in os.scandir(root / split)
-                           if entry.is_dir() and not is_hidden(entry.name)) for split in splits}
-    key = str if name == "folder" else squeeze
-    spelling = {key(folder): folder for split in reversed(splits) for folder in found[split]}     # train's, if both
-    class_names = CLASS_NAMES.get(name) or [spelling[text] for text in sorted(spelling)]
-    label = {key(text): i for i, text in enumerate(class_names)}
-    if name in CLASS_NAMES:                         # there the label id will do as the name of a class folder
-        label |= {text: i for i in range(len(class_names)) for text in (f"{i}", f"{i:02d}")}
-    ordered, problems = [], []
-    for split, folders in found.items():
-        of_class, surplus = {}, []
-        for folder in folders:
-            i = label.get(key(folder))
-            if i is None or i in of_class:
-                surplus.append(folder)
-            else:
-                of_class[i] = root / split / folder
-        missing = [text for i, text in enumerate(class_names) if i not in of_class]
-        expected = CLASS_COUNT.get(name, len(class_names))
-        if missing or surplus or not folders or len(folders) != expected:
-            problems.append(f"{root / split} has {len(folders)} class folders, {expected} expected"
-                            + (f", missing: {some(missing)}" if missing else "")
-                            + (f", surplus: {some(surplus)}" if surplus else ""))
-        ordered.append([of_class[i] for i in sorted(of_class)])
-    if problems:
-        raise UserError(f"{name}: {'; '.join(problems)}")
-    return class_names, ordered
-
-
-def read_tree(name, root, splits=("train", "test")):
-    """root/<split>/<class>/*: the class names, and of each split the image paths, sorted, and their labels."""
-    with blame(root):
-        class_names, ordered = class_folders(name, root, splits)
-        read = []
-        for folders in ordered:
-            paths, labels = [], []
-            for label, folder in enumerate(folders):
-                files = image_files(folder)
-                if not files:
-                    raise UserError(f"class folder {folder} holds no images ({' '.join(IMAGE_ENDINGS)})")
-                paths += [os.path.join(folder, file) for file in files]
-                labels += [label] * len(files)
-            read.append((paths, torch.tensor(labels)))
-    return class_names, read
-
-
-# The data sets below are image files with lists, or without any split. Each reader gets the paths that find_originals
-# gives and returns the rule of its split, the class names, and image paths and labels of train and test.
-
-def folder_and_stem(entry):
-    """What identifies an image of a list: 'x/HandstandPushups/v_HandStandPushups_g01_c01.avi', case apart."""
-    folder, file = re.split(r"[/\\@]", entry)[-2:]                            # x@class/image: an image in an archive x
-    return squeeze(folder), Path(file).stem.lower()
-
-
-def locate(list_file, entries, root):
-    """The paths root/<folder>/<image> of the images that a list names, all of which must be there."""
-    wanted = [folder_and_stem(entry) for entry in entries]
-    folders = {folder for folder, _ in wanted}
-    there = {folder_and_stem(f"{child.name}/{file}"): os.path.join(child.path, file) for child in os.scandir(root)
-             if squeeze(child.name) in folders and child.is_dir() for file in image_files(child.path)}
-    missing = [entry for entry, key in zip(entries, wanted) if key not in there]
-    if missing:
-        raise UserError(f"{list_file}: {len(missing)} of its {len(wanted)} images are not in {root}, "
-                        f"the first is {missing[0]}")
-    return [there[key] for key in wanted]
-
-
-def read_list(list_file, entries, root, class_names):
-    """The images that a list names and their labels, the class being the folder."""
-    label = {squeeze(text): i for i, text in enumerate(class_names)}
-    unknown = [entry for entry in entries if folder_and_stem(entry)[0] not in label]
-    if unknown:
-        raise UserError(f"{list_file}: {len(unknown)} images of unknown classes, the first is {unknown[0]}")
-    labels = torch.tensor([label[folder_and_stem(entry)[0]] for entry in entries], dtype=torch.int64)
-    return locate(list_file, entries, root), labels
-
-
-def join(parts):
-    """Several (paths, labels) as one."""
-    paths, labels = zip(*parts)
-    return sum(paths, []), torch.cat(labels)
-
-
-def every_fifth(paths, labels):
-    """A split where none is official: of each class, by file name, every fifth image, and the other four of five."""
-    rank = np.concatenate([np.arange(count) for count in torch.bincount(labels).tolist()])      # labels are in order
-    return [(pick(paths, index), labels[index]) for index in (np.flatnonzero(rank % 5 == 4),
-                                                              np.flatnonzero(rank % 5 != 4))]
-
-
-def read_dtd(files):
-    """Partition 1: train and val together are train."""
-    root = files[0].parent.parent
-    def split(name):
-        list_file = root / "labels" / f"{name}1.txt"
-        with blame(list_file):
-            return read_list(list_file, list_file.read_text("utf-8").split(), root / "images", CLASS_NAMES["dtd"])
-    splits = [join(map(split, ("train", "val"))), split("test")]
-    return "train1.txt with val1.txt, test1.txt", CLASS_NAMES["dtd"], splits
-
-
-def read_flowers102(files):
-    """Train and validation together are train."""
-    jpg, label_file, set_file = files
-    with blame(label_file):
-        labels = read_mat(label_file)["labels"].reshape(-1).astype(np.int64) - 1          # of images 1, 2, ...
-        if labels.min() != 0 or labels.max() != 101:
-            raise ValueError(f"labels {labels.min() + 1} to {labels.max() + 1}, expected 1 to 102")
-    splits = []
-    with blame(set_file):
-        content = read_mat(set_file)
-        for names in (("trnid", "valid"), ("tstid",)):
-            ids = np.concatenate([content[name].reshape(-1) for name in names]).astype(np.int64)
-            if ids.min() < 1 or ids.max() > len(labels):
-                raise ValueError(f"images {ids.min()} to {ids.max()}, but {label_file.name} has {len(labels)}")
-            paths = locate(set_file, [f"{jpg.name}/image_{i:05d}.jpg" for i in ids], jpg.parent)
-            splits.append((paths, torch.from_numpy(labels[ids - 1])))
-    return "trnid with valid, tstid", CLASS_NAMES["flowers102"], splits
-
-
-def read_eurosat(files):
-    """No official split: every fifth image is test."""
-    class_names, [(paths, labels)] = read_tree("eurosat", files[0].parent, [""])
-    test, train = every_fifth(paths, labels)
-    return "every fifth image of a class is test", class_names, [train, test]
-
-
-def read_resisc45(files):
-    """With the three lists beside the class folders or above: train and val together are train. No official split:
-    without lists every fifth image is train, 140 of each class, as many as those lists have."""
-    root = files[0].parent
-    place = next((place for place in (root, root.parent) if (place / "train.json").is_file()), None)
-    if place is None:
-        class_names, [(paths, labels)] = read_tree("resisc45", root, [""])
-        return "every fifth image of a class is train", class_names, every_fifth(paths, labels)
-    def split(name):
-        list_file = place / f"{name}.json"
-        with blame(list_file):
-            entries = [image["file_name"] for image in json.loads(list_file.read_text("utf-8"))["images"]]
-            return read_list(list_file, entries, root, CLASS_NAMES["resisc45"])
-    splits = [join(map(split, ("train", "val"))), split("test")]
-    return "train.json with val.json, test.json", CLASS_NAMES["resisc45"], splits
-
-
-def read_cub(files):
-    """The official split. Its four lists have lines of an id and a value; ids start at 1."""
-    root = files[0].parent
-    def read(name):
-        with blame(root / name):
-            return {int(i): value for i, value in map(str.split, (root / name).read_text("utf-8").splitlines())}
-    images, label, in_train, names = map(read, ("images.txt", "image_class_labels.txt", "train_test_split.txt",
-                                                "classes.txt"))
-    with blame(root / "classes.txt"):
-        if sorted(names) != list(range(1, 201)):
-            raise ValueError(f"{len(names)} classes, expected 1 to 200")
-    for name, values, possible in (("image_class_labels.txt", label, {f"{i}" for i in names}),
-                                   ("train_test_split.txt", in_train, {"0", "1"})):
-        with blame(root / name):
-            if values.keys() != images.keys() or not possible.issuperset(values.values()):
-                raise ValueError("does not fit images.txt and classes.txt")
-    splits = []
-    for wanted in ("1", "0"):
-        ids = [i for i in images if in_train[i] == wanted]
-        with blame(root / "images"):
-            paths = locate(root / "images.txt", [images[i] for i in ids], root / "images")
-        splits.append((paths, torch.tensor([int(label[i]) - 1 for i in ids], dtype=torch.int64)))
-    return "train_test_split.txt", [names[i] for i in sorted(names)], splits
-
-
-def read_ucf101(files):
-    """Middle frames of the videos. CoOp's list leaves val unused (7,639 train); the official fold 1 has 9,537."""
-    list_file, root = files[0], files[1].parent
-    lists = {"train": list_file, "test": list_file}
-    if list_file.suffix == ".json":
-        rule = "train and test of split_zhou_UCF101.json, val unused"
-        with blame(list_file):
-            content = json.loads(list_file.read_text("utf-8"))
-            entries = {split: [entry[:2] for entry in content[split]] for split in lists}
-    else:
-        rule, entries = "trainlist01.txt, testlist01.txt", {}
-        lists["test"] = list_file.with_name("testlist01.txt")
-        for split, path in lists.items():
-            with blame(path):
-                lines = [line.split() for line in path.read_text("utf-8").splitlines() if line.strip()]
-                entries[split] = [(line[0], int(line[1]) - 1 if split == "train" else None) for line in lines]
-    with blame(list_file):
-        names = {label: re.split(r"[/\\]", entry)[-2] for entry, label in entries["train"]}
-        if sorted(names) != list(range(101)):
-            raise ValueError(f"{len(names)} classes, expected 101")
-    class_names = [names[label] for label in range(101)]
-    splits = []
-    for split, path in lists.items():
-        with blame(path):
-            splits.append(read_list(path, [entry for entry, _ in entries[split]], root, class_names))
-    return rule, class_names, splits
-
-
-READERS = {"dtd": read_dtd, "flowers102": read_flowers102, "eurosat": read_eurosat, "resisc45": read_resisc45,
-           "cub": read_cub, "ucf101": read_ucf101}
-
-
-def read_files(name, files):
-    """The data sets of READERS: source, class names and splits, after a check that both splits have every class."""
-    if files[0].suffix in (".gz", ".tgz", ".zip"):
-        files = [unpack(name, files[0]), *files[1:]]
-    rule, class_names, splits = READERS[name](files)
-    for split, (_, labels) in zip(("train", "test"), splits):
-        counts = torch.bincount(labels, minlength=len(class_names))
-        without = [text for text, count in zip(class_names, counts) if not count]
-        if without:
-            raise UserError(f"{name}: {files[0].parent} ({rule}) has no {split} images of {some(without)}")
-    return f"original files, {rule}", class_names, splits
-
-
-def to_rgb(image):
-    """Any Pillow image as 8-bit RGB. Transparency is composited over white; 16-bit grey is scaled, 65535 to 255."""
-    if image.mode.startswith("I"):                  # Pillow's own conversion clips: all above 255 would be white
-        grey = np.asarray(image).astype(np.int64)
-        if grey.min() < 0 or grey.max() > 65535:
-            raise ValueError("more than 16 bits a pixel")
-        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
-    if image.mode == "F":
-        raise ValueError("floating-point pixels have no fixed range")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
-def clip_view(side):
-    """What open_clip does with an RGB image for evaluation, short of the division by 255: short side, then centre.
-
-    Images are made RGB first, as in the official FedCoPL loader; open_clip resizes palettes as they are.
-    """
-    crop = Compose([Resize(side, InterpolationMode.BICUBIC), CenterCrop(side)])
-    return lambda image: crop(to_rgb(image))
-
-
-def square_view(side, pad_28=False):
-    """A Pillow image as RGB; the short side becomes `side`, the rest is cut off evenly. pad_28: 28x28 images get the
-    border that read_fashionmnist gives them."""
-    def view(image):
-        image = to_rgb(image)
-        if pad_28 and image.size == (28, 28):
-            image = ImageOps.expand(image, 2)
-        return image if image.size == (side, side) else ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
-    return view
-
-
-def load_images(source, side, view):
-    """Prepare images in threads: (N, 3, side, side). source: files, whose EXIF orientation is applied, or a uint8
-    tensor; view: what to do with each Pillow image."""
-    images = torch.empty(len(source), 3, side, side, dtype=torch.uint8)
-    pixels = images.numpy()
-    def put(i, image):
-        pixels[i] = np.asarray(view(image)).transpose(2, 0, 1)
-    def decode(start):
-        for i, item in enumerate(source[start:start + 16], start):
-            if isinstance(item, torch.Tensor):
-                item = item.permute(1, 2, 0).numpy()
-                put(i, Image.fromarray(item[..., 0] if item.shape[2] == 1 else item))
-            else:
-                with blame(item), Image.open(item) as image:
-                    ImageOps.exif_transpose(image, in_place=True)
-                    put(i, image)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(decode, range(0, len(source), 16)))
-    return images
-
-
-def resize(images, side):
-    """Square uint8 images to RGB of `side` pixels, in chunks: never a float copy of the whole set."""
-    if images.shape[1:] == (3, side, side):
-        return images
-    resized = torch.empty(len(images), 3, side, side, dtype=torch.uint8)
-    for start in range(0, len(images), 512):
-        chunk = images[start:start + 512]
-        if chunk.shape[-1] != side:
-            chunk = F.interpolate(chunk.float(), (side, side), mode="bilinear", antialias=True).round()
-        resized[start:start + 512] = chunk          # one grey channel is repeated
-    return resized
-
-
-def pick(source, index):
-    """The images of these indices, from a tensor or a list of files."""
-    return [source[i] for i in index] if isinstance(source, list) else source[index]
-
-
-class LazyImages:
-    """Images that are prepared when they are asked for: images[index] is the tensor that the whole set would give.
-
-    source: a list of files, or a tensor of small images. prepare: its part -> (n, 3, side, side) uint8.
+    source: files, or an array (N, H, W[, 3]) of uint8. Short side, then centre; clip: as open_clip prepares them.
     """
 
     dtype, device = torch.uint8, torch.device("cpu")
 
-    def __init__(self, source, side, prepare):
-        self.source, self.prepare = source, prepare
-        self.shape = torch.Size((len(source), 3, side, side))
+    def __init__(self, source, side, clip=False):
+        self.source, self.shape, self.clip = source, torch.Size((len(source), 3, side, side)), clip
+        kind = InterpolationMode.BICUBIC if clip else InterpolationMode.BILINEAR
+        self.view = Compose([Resize(side, kind), CenterCrop(side)])
 
     def __len__(self):
         return len(self.source)
 
     def __getitem__(self, index):
         """index: a slice, or whole numbers or booleans in a 1-D tensor (on any device), array or list."""
-        index = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
-        return self.prepare(pick(self.source, torch.from_numpy(np.arange(len(self))[index])))
+        index = np.arange(len(self))[index.cpu().numpy() if isinstance(index, torch.Tensor) else index]
+        images = torch.empty(len(index), *self.shape[1:], dtype=torch.uint8)
+        if isinstance(self.source, np.ndarray) and self.source.shape[1:3] == self.shape[2:]:
+            pixels = torch.from_numpy(self.source[index])                   # as they are; grey is repeated
+            return images.copy_(pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2))
+        with ThreadPoolExecutor() as pool:
+            for place, image in enumerate(pool.map(self._prepare, (self.source[i] for i in index))):
+                images[place] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return images
+
+    def _prepare(self, item):
+        if isinstance(item, np.ndarray):
+            return self.view(Image.fromarray(item).convert("RGB"))
+        with blame(item), Image.open(item) as image:
+            return self.view(to_rgb(ImageOps.exif_transpose(image)))
 
 
-def first_of_each(labels, share):
+def to_rgb(image):
+    """Any Pillow image as 8-bit RGB. Transparency is composited over white; 16-bit grey is scaled, 65535 to 255."""
+    if image.mode[0] in "IF":                               # Pillow's own conversion would clip: all above 255 white
+        grey = np.asarray(image)
+        if image.mode == "F" or grey.min() < 0 or grey.max() > 65535:
+            raise ValueError(f"pixels of mode {image.mode} without a known range")
+        image = Image.fromarray(((grey.astype(np.int64) + 128) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+class Dataset(NamedTuple):
+    train_images: torch.Tensor      # (N, 3, S, S) uint8; Images until they are prepared
+    train_labels: torch.Tensor      # (N,) int64
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    class_names: list[str]          # class_names[label]
+    source: str                     # where images and split are from: say it when you quote a result
+
+
+def load_dataset(name, data_dir, side, train_subset=None, clip=False, skip_share=0.0, memory_gb=math.inf):
+    """Read a data set from data_dir as square images of `side` pixels; clip: as CLIP has them, with words for names.
+
+    skip_share: leave out the first_share of each class's training images, before train_subset is taken. memory_gb: see
+    cache_images.
+    """
+    data_dir = Path(data_dir).expanduser().absolute()
+    if data_dir.exists() and not data_dir.is_dir():
+        raise UserError(f"--data-dir {data_dir}: is a file, not a folder")
+    source, class_names, splits = find_data(name, data_dir)
+    class_names = prompt_names(name, class_names) if clip else list(class_names)
+    labels, test_labels = (torch.as_tensor(np.array(labels, dtype=np.int64)) for _, labels in splits)
+    (images, _), (test_images, _) = splits
+    keep = torch.arange(len(labels))
+    if skip_share:
+        keep = keep[~torch.isin(keep, first_share(labels, skip_share))]
+    if train_subset is not None:
+        keep = keep[balanced_subset(labels[keep], class_names, train_subset)]
+    if len(labels[keep].unique()) < len(class_names):
+        raise UserError(f"--skip-share {skip_share}: leaves no training image of some class")
+    images = images[keep.numpy()] if isinstance(images, np.ndarray) else [images[i] for i in keep]
+    return cache_images(Dataset(Images(images, side, clip), labels[keep], Images(test_images, side, clip), test_labels,
+                                class_names, source), memory_gb)
+
+
+def cache_images(data, memory_gb=None):
+    """The Dataset with its Images prepared, unless they need more GiB than this (None: than half of the memory)."""
+    train, test = data.train_images, data.test_images
+    if memory_gb is None:
+        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2 ** 22      # of 4 KiB; else suppose 16 GiB
+        memory_gb = pages / 2 ** 19 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))        # the processes share it
+    if (len(train) + len(test)) * math.prod(train.shape[1:]) > memory_gb * 2 ** 30:
+        return data
+    return data._replace(train_images=train[:], test_images=test[:])
+
+
+def first_share(labels, share):
     """Sorted indices of the first ceil(share * n) images of each class of n."""
-    labels = torch.as_tensor(labels)
     members = [(labels == label).nonzero().flatten() for label in labels.unique()]
     return torch.cat([own[:math.ceil(share * len(own) - 1e-9)] for own in members]).sort().values   # 0.07 * 100 > 7
 
 
 def balanced_subset(labels, class_names, n):
     """Sorted indices of n images, equally many of each class (the first classes take the remainder), evenly spaced."""
-    classes = len(class_names)
-    if not classes <= n <= len(labels):
-        raise UserError(f"--train-subset {n}: must be from {classes} (one image a class) to {len(labels)} (all images)")
-    kept = []
-    for label, text in enumerate(class_names):
-        share = n // classes + (label < n % classes)
-        members = (labels == label).nonzero().flatten()
-        if share > len(members):
-            largest = classes * int(torch.bincount(labels, minlength=classes).min())
-            raise UserError(f"--train-subset {n}: needs {share} images of class {text}, which has {len(members)}; "
-                            f"{largest} is possible")
-        kept.append(members[torch.arange(share) * len(members) // share])
-    return torch.cat(kept).sort().values
-
-
-def load_dataset(name, data_dir, side=None, train_subset=None, clip=False, skip_share=0.0, memory_gb=None):
-    """Read a data set from data_dir.
-
-    side: pixels of the square result, default 32 (digits: 8; clip: 224). clip: prepare the images as CLIP has them,
-    and make words of the class names.
-    skip_share: leave out first_of_each class's training images, before train_subset is taken.
-    memory_gb: if the images need more GiB than this they become LazyImages, which are prepared at each use.
-    """
-    name = dataset_name(name)
-    if not 0 <= skip_share < 1:
-        raise UserError(f"--skip-share {skip_share}: must be in [0, 1)")
-    data_dir = Path(data_dir).expanduser().absolute()
-    if name == "digits":
-        source, class_names, splits = "embedded", DIGITS, read_digits()
-    else:
-        if data_dir.exists() and not data_dir.is_dir():
-            raise UserError(f"--data-dir {data_dir}: is a file, not a folder")
-        with blame(data_dir):
-            places = search_places(name, data_dir)
-            files = find_originals(name, places)
-            complete = bool(files) and all(files)
-            trees = [place for place in places if (place / "train").is_dir() and (place / "test").is_dir()]
-        if trees and not complete:
-            source, (class_names, splits) = "image folders", read_tree(name, trees[0])
-        else:
-            files = files if complete else fetch(name, data_dir, files)
-            if name in READERS:
-                source, class_names, splits = read_files(name, files)
-            else:
-                source, class_names = "original files", CLASS_NAMES[name]
-                splits = (read_svhn(files) if name == "svhn" else
-                          read_fashionmnist(files, border=0 if clip else 2) if name == "fashionmnist" else
-                          read_cifar(name, files[0] if files[0].suffix else files[0].parent))
-    class_names = prompt_names(name, class_names) if clip else list(class_names)
-    side = side or (224 if clip else 8 if name == "digits" else 32)
-    view = clip_view(side) if clip else square_view(side, name == "fashionmnist")
-    parts = []
-    for split, (images, labels) in zip(("train", "test"), splits):
-        if split == "train" and skip_share:
-            keep = torch.ones_like(labels, dtype=torch.bool)
-            keep[first_of_each(labels, skip_share)] = False
-            keep = keep.nonzero().flatten()
-            if len(labels[keep].unique()) < len(class_names):
-                raise UserError(f"--skip-share {skip_share}: leaves no training image of some class")
-            images, labels = pick(images, keep), labels[keep]
-        if split == "train" and train_subset is not None:
-            keep = balanced_subset(labels, class_names, train_subset)
-            images, labels = pick(images, keep), labels[keep]
-        if clip or isinstance(images, list):
-            parts += [LazyImages(images, side, lambda part: load_images(part, side, view)), labels]
-        else:
-            parts += [LazyImages(images, side, lambda part: resize(part, side)), labels]
-    return cache_images(Dataset(*parts, class_names, source), memory_gb)
-
-
-def cache_images(data, memory_gb=None):
-    """The Dataset with its LazyImages prepared, or as it is if they need more than this many GiB."""
-    train, test = data.train_images, data.test_images
-    if memory_gb is not None and (len(train) + len(test)) * math.prod(train.shape[1:]) > memory_gb * 2 ** 30:
-        return data
-    return data._replace(train_images=train.prepare(train.source), test_images=test.prepare(test.source))
-
-
-def spare_memory_gb():
-    """Half of this machine's memory in GiB, shared by its processes of this run; 8 where the system does not say."""
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 ** 30
-    except (AttributeError, OSError, ValueError):
-        memory = 16
-    return memory / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def take(images, index, device):
-    """images[index] on the device; from the host's memory to a GPU through pinned memory, without waiting."""
-    batch = images[index]
-    if device.type == "cuda" and batch.device.type == "cpu":
-        return batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device)
+    members = [(labels == label).nonzero().flatten() for label in range(len(class_names))]
+    share = [n // len(members) + (label < n % len(members)) for label in range(len(members))]
+    for name, own, wanted in zip(class_names, members, share):
+        if not 1 <= wanted <= len(own):
+            raise UserError(f"--train-subset {n}: {wanted} images of class {name}, expected 1 to {len(own)}")
+    return torch.cat([own[torch.arange(k) * len(own) // k] for own, k in zip(members, share)]).sort().values
 
 
 def fingerprint(data):
@@ -1303,42 +748,70 @@ def fingerprint(data):
 def channel_stats(images):
     """Mean and standard deviation of each channel of (N, 3, S, S) uint8 images, in 0..1, from their histograms."""
     level = np.arange(256) / 255
-    counts = np.stack([np.bincount(images[:, channel].flatten().numpy(), minlength=256) for channel in range(3)])
-    share = counts / images[:, 0].numel()
+    share = np.stack([np.bincount(images[:, channel].flatten().numpy(), minlength=256) for channel in range(3)])
+    share = share / images[:, 0].numel()
     mean = share @ level
     return tuple(mean.tolist()), tuple(np.sqrt(share @ level ** 2 - mean ** 2).clip(min=1e-3).tolist())
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Partitions: which images are labelled, which client owns them
-# ---------------------------------------------------------------------------------------------------------------
+def count_classes(labels, parts, classes):
+    """How many images of each class each client owns, (K, C); labels (n,), one index array a client."""
+    return np.stack([np.bincount(np.asarray(labels)[part], minlength=classes) for part in parts])
+
+
+class FederatedData(NamedTuple):    # of a semi-supervised run, all clients' data; a client reads its own part
+    images: torch.Tensor            # (n, 3, S, S) uint8 on the device
+    labels: torch.Tensor            # (n,) true labels; those of unlabelled images reach the log alone
+    labelled: list                  # one index array a client
+    unlabelled: list
+    stats: tuple                    # mean and deviation of each channel of the training images, in 0..1
+    test_images: torch.Tensor
+    test_labels: torch.Tensor
+    class_names: list
+    facts: dict                     # where the images are from, and their fingerprint
+
+    def pool(self, client):
+        """Indices of the images that the client uses without labels: its labelled ones come last."""
+        return np.concatenate([self.unlabelled[client], self.labelled[client]])
+
+    def counts(self):
+        """Labelled and unlabelled images of each client and class, for the run folder."""
+        return {kind: count_classes(self.labels.cpu(), getattr(self, kind), len(self.class_names))
+                for kind in ("labelled", "unlabelled")}
+
+
+def semi_supervised_data(args, device):
+    """Load, split and place the data of a semi-supervised run."""
+    data = load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
+    labels = data.train_labels.numpy()
+    per_class = np.bincount(labels, minlength=len(data.class_names))
+    if args.dataset == "svhn" and per_class.min() >= 4600:
+        per_class = np.full_like(per_class, 4600)           # official: "10 %" is 460 of each class
+    per_class = np.maximum(1, np.round(args.label_ratio * per_class).astype(int))
+    parts = partition(labels, args.clients, args.alpha, per_class, args.partition, args.split_seed)
+    facts = {"data_source": data.source, "data_fingerprint": fingerprint(data)}
+    images, labels, *test = (part.to(device) for part in data[:4])
+    return FederatedData(images, labels, *parts, channel_stats(data.train_images), *test, data.class_names, facts)
+
+
+# ---- Partitions: which images are labelled, which client owns them ------------------------------------------------
 
 def partition(labels, clients, alpha, per_class, kind="official", seed=0):
     """Split off the labelled images of each class, then share labelled and unlabelled images among the clients.
 
-    Smaller alpha is more skewed; inf is i.i.d. Every image gets exactly one owner; a client may end up empty
-    only with "dirichlet", or where a set has fewer images than there are clients.
-
-    labels: (N,) class ids. per_class: labelled images of each class, one int or one per class.
-    kind: "official", the published ProxyFL/SAGE protocol (see `official_shares`), in which the class mixes of one
-    client's labelled and unlabelled images differ; or "dirichlet", the textbook draw, the same for both.
-    seed: 0 reproduces the published split (label permutations from seed 7, Dirichlet draws from seed 0).
-    Returns (labelled, unlabelled): two lists with one index array a client.
+    labels (N,). per_class: labelled images of each class. kind: `official_shares`, the published protocol, in which the
+    class mixes of a client's labelled and unlabelled images differ, or `dirichlet_shares`. Smaller alpha is more skewed;
+    inf is i.i.d. seed 0: the published split. Returns (labelled, unlabelled), two lists with one index array a client:
+    every image has one owner. A client ends up empty only with "dirichlet", or with fewer images than clients.
     """
     labels = np.asarray(labels)
-    classes = int(labels.max()) + 1
     if clients > len(labels):
         raise UserError(f"--clients {clients}: more clients than training images ({len(labels)}; --alpha {alpha})")
-    per_class = np.broadcast_to(per_class, classes)
     random_state = np.random.RandomState(7 + seed)
-    labelled, unlabelled = [], []
-    for class_id in range(classes):
-        members = random_state.permutation(np.flatnonzero(labels == class_id))
-        labelled.append(members[: per_class[class_id]])
-        unlabelled.append(members[per_class[class_id]:])
+    members = [random_state.permutation(np.flatnonzero(labels == c)) for c in range(int(labels.max()) + 1)]
+    cut = list(zip(members, np.broadcast_to(per_class, len(members))))
     shares = {"official": official_shares, "dirichlet": dirichlet_shares}[kind]
-    if math.isinf(alpha):
-        shares = iid_shares if kind == "official" else shuffled_shares
+    labelled, unlabelled = [own[:n] for own, n in cut], [own[n:] for own, n in cut]
     return shares(labelled, clients, alpha, seed), shares(unlabelled, clients, alpha, seed)
 
 
@@ -1348,14 +821,15 @@ def official_shares(class_members, clients, alpha, seed):
     The shuffled images are cut into clients/2 slices. In each slice every class is divided between two parts with
     Dir(alpha, alpha); a part that already holds half of the slice gets nothing more; a slice is drawn again until
     both parts hold a quarter of it (at most 1,000 times: the cut that follows evens out the sizes in any case).
-    The parts, end to end, are cut into equal consecutive shares: all clients own the same number of images.
+    The parts, end to end, are cut into equal shares. alpha inf: each class in equal consecutive shares, nothing drawn.
     """
+    if math.isinf(alpha):
+        shares = np.arange(1, clients) / clients
+        return _by_client(np.split(own, (shares * len(own)).astype(int)) for own in class_members)
     random_state = np.random.RandomState(seed)
-    pairs = np.array([(i, c) for c, members in enumerate(class_members) for i in members], np.int64).reshape(-1, 2)
+    pairs = np.array([(i, c) for c, own in enumerate(class_members) for i in own], np.int64).reshape(-1, 2)
     random_state.shuffle(pairs)                              # the same permutation as shuffling a list of its rows
-    slices = math.ceil(clients / 2)
-    width = int(2 / clients * len(pairs))
-    ordered = []
+    slices, width, ordered = math.ceil(clients / 2), int(2 / clients * len(pairs)), []
     for k in range(slices):
         part = pairs[k * width:] if k == slices - 1 else pairs[k * width:(k + 1) * width]
         ways = 1 if k == slices - 1 and clients % 2 else 2   # an odd number of clients leaves one alone
@@ -1369,8 +843,7 @@ def official_shares(class_members, clients, alpha, seed):
                 share = share * [len(images) < len(part) / ways for images in owned]
                 if share.sum() == 0:                         # both are full: what is left is an empty class,
                     share = np.ones(ways)                    # or an owner of a share drawn as 0 takes it
-                cuts = (np.cumsum(share / share.sum()) * len(members)).astype(int)[:-1]
-                for images, more in zip(owned, np.split(members, cuts)):
+                for images, more in zip(owned, deal(members, share / share.sum())):
                     images.extend(more.tolist())
             if min(map(len, owned)) >= int(0.5 * len(part) / ways):
                 break
@@ -1384,68 +857,16 @@ def dirichlet_shares(class_members, clients, alpha, seed):
     The draw depends on the seed alone: a client's labelled and unlabelled images get the same shares of each class.
     No minimum size and so no retry: a client can come out empty; it then sits its rounds out with weight 0.
     """
+    if math.isinf(alpha):                                    # the limit: dealt out like cards, one class after another
+        return [np.concatenate(class_members)[client::clients] for client in range(clients)]
     rng = stream(seed, "dirichlet")
-    owned = [[] for _ in range(clients)]
-    for members in class_members:
-        share = rng.dirichlet(np.full(clients, alpha))
-        cuts = np.round(np.cumsum(share)[:-1] * len(members)).astype(int)
-        for client in np.flatnonzero(np.diff(np.concatenate([[0], cuts, [len(members)]]))):
-            start, stop = (cuts[client - 1] if client else 0), (cuts[client] if client < clients - 1 else len(members))
-            owned[client].append(members[start:stop])
-    return [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in owned]
+    draws = [rng.dirichlet(np.full(clients, alpha)) for _ in class_members]
+    return _by_client(np.split(own, np.round(np.cumsum(share)[:-1] * len(own)).astype(int))
+                      for own, share in zip(class_members, draws))
 
 
-def iid_shares(class_members, clients, alpha, seed):
-    """The published protocol without skew: every class is cut into equal consecutive slices; draws nothing.
-
-    A class with fewer images than clients leaves the same clients without any, so some may own no labelled image.
-    """
-    shares = np.arange(1, clients) / clients
-    parts = [np.split(members, (shares * len(members)).astype(int)) for members in class_members]
-    return [np.concatenate([part[k] for part in parts]) for k in range(clients)]
-
-
-def shuffled_shares(class_members, clients, alpha, seed):
-    """The limit of the textbook draw: all images shuffled, then cut into equal shares."""
-    return np.array_split(stream(seed, "iid").permutation(np.concatenate(class_members)), clients)
-
-
-def clip_partition(train_labels, test_labels, clients, beta, kind="dirichlet", random_state=None, shuffle=False):
-    """Share training and test images among the clients: FedCoPL's published split, the same draws in the same order.
-
-    Smaller beta is more skewed; inf is i.i.d. Every image gets exactly one owner; a client may own no test image.
-
-    train_labels, test_labels: (n,) class ids. random_state: default clip_random_state(classes).
-    kind: "dirichlet", "quantity" (each client holds a fifth of the classes) or "iid"; see the functions below.
-    shuffle: "quantity" deals out consecutive images of a class, as published; this shuffles them first.
-    Returns (train, test): two lists with one index array a client.
-    """
-    sets = [np.asarray(train_labels), np.asarray(test_labels)]
-    classes = 1 + max(int(labels.max()) for labels in sets)
-    if clients > len(sets[0]):
-        raise UserError(f"--clients {clients}: more clients than training images ({len(sets[0])}; --beta {beta})")
-    random_state = random_state or clip_random_state(classes)
-    members = [[np.flatnonzero(labels == c) for c in range(classes)] for labels in sets]
-    if kind == "quantity":
-        return quantity_shares(members, clients, random_state, shuffle)
-    if kind == "iid" or math.isinf(beta):
-        owned = even_shares(members, clients, random_state)
-    else:
-        owned = skewed_shares(members, clients, beta, random_state)
-    for of_client in zip(*owned):
-        for images in of_client:
-            random_state.shuffle(images)
-    return owned
-
-
-def clip_random_state(classes, split_seed=0):
-    """The generator of clip_partition; split seed 0 is the published split, whatever the seed of the run.
-
-    The official program seeds with 500 and draws one permutation of the classes while it reads their names.
-    """
-    random_state = np.random.RandomState(500 + split_seed)
-    random_state.choice(classes, classes, replace=False)
-    return random_state
+def _by_client(parts):                                       # [class][client] -> [client]: one array a client
+    return [np.concatenate(own) for own in zip(*parts)]
 
 
 def deal(members, share):
@@ -1453,14 +874,34 @@ def deal(members, share):
     return np.split(members, (np.cumsum(share) * len(members)).astype(int)[:-1])
 
 
-def even_shares(members, clients, random_state):
-    """i.i.d.: every class is shuffled and cut into equal parts. The floats' rounding makes them slightly uneven."""
-    parts = [[], []]
-    for of_class in zip(*members):
-        for k, images in enumerate(of_class):
-            images = random_state.permutation(images)
-            parts[k].append(deal(images, np.full(clients, 1 / clients)))
-    return [[np.concatenate(of_client) for of_client in zip(*part)] for part in parts]
+def clip_partition(train_labels, test_labels, clients, beta, kind="dirichlet", seed=0, shuffle=False):
+    """Share training and test images among the clients: FedCoPL's published split, the same draws in the same order.
+
+    kind: "dirichlet" (smaller beta is more skewed, inf is i.i.d.), "quantity" or "iid". seed: 0 is the published split.
+    Returns (train, test), two lists with one index array a client: every image has one owner; a client may own no test
+    image.
+    """
+    sets = [np.asarray(train_labels), np.asarray(test_labels)]
+    classes = 1 + max(int(labels.max()) for labels in sets)
+    if clients > len(sets[0]):
+        raise UserError(f"--clients {clients}: more clients than training images ({len(sets[0])}; --beta {beta})")
+    random_state = np.random.RandomState(500 + seed)
+    random_state.choice(classes, classes, replace=False)     # drawn by the official program while it reads class names
+    members = [[np.flatnonzero(labels == c) for c in range(classes)] for labels in sets]
+    if kind == "quantity":
+        return quantity_shares(members, clients, random_state, shuffle)
+    if kind == "iid" or math.isinf(beta):                    # equal parts, made slightly uneven by the floats' rounding
+        parts = [[], []]
+        for of_class in zip(*members):
+            for part, images in zip(parts, of_class):
+                part.append(deal(random_state.permutation(images), np.full(clients, 1 / clients)))
+        owned = [_by_client(part) for part in parts]
+    else:
+        owned = skewed_shares(members, clients, beta, random_state)
+    for of_client in zip(*owned):
+        for images in of_client:
+            random_state.shuffle(images)
+    return owned
 
 
 def skewed_shares(members, clients, beta, random_state, least=10, tries=200):
@@ -1486,26 +927,24 @@ def skewed_shares(members, clients, beta, random_state, least=10, tries=200):
                 sizes[k] += [len(images) for images in parts[k][-1]]
         if sizes[0].min() >= least:
             break
-    owned = [[np.concatenate(of_client) for of_client in zip(*part)] for part in parts]
-    train = owned[0]
+    train, test = map(_by_client, parts)
     while min(map(len, train)) < least:
         small, large = np.argmin([len(images) for images in train]), np.argmax([len(images) for images in train])
         train[small], train[large] = np.append(train[small], train[large][-1]), train[large][:-1]
-    return owned
+    return train, test
 
 
 def quantity_shares(members, clients, random_state, shuffle):
     """Each client holds ceil(C / 5) classes: a class goes to the first fifth of the clients that still have room.
 
-    All receivers but the last get a uniform number of its images, at least a K-th of the even share, at most that
-    share; the last gets the rest. Training and test numbers are drawn apart. With 10 clients a block of classes is
-    shared by fixed pairs, with 5 each class has one owner. Some numbers of classes and clients leave a client without
-    any (the official program then stops): it owns nothing.
+    All receivers but the last get a uniform number of its images, consecutive ones as published or shuffled, from a K-th
+    of the even share to that share; the last gets the rest. Training and test numbers are drawn apart. Some numbers of
+    classes and clients leave a client without any class (the official program then stops): it owns nothing.
     """
     classes = len(members[0])
     room = np.full(clients, math.ceil(classes / min(clients, 5)))            # fewer than 5 clients: more than a fifth
     parts = [[[np.empty(0, np.int64)] for _ in range(clients)] for _ in members]
-    for c, of_class in enumerate(zip(*members)):
+    for of_class in zip(*members):
         receivers = np.flatnonzero(room)[:max(1, int(0.2 * clients))]
         room[receivers] -= 1
         for part, images in zip(parts, of_class):
@@ -1518,18 +957,13 @@ def quantity_shares(members, clients, random_state, shuffle):
     return [[np.concatenate(of_client) for of_client in part] for part in parts]
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Augmentation
-# ---------------------------------------------------------------------------------------------------------------
-# FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and the list of transformations in its
-# appendix, on whole batches. Pure functions of tensors: the random numbers come in as uniform float32 draws in [0, 1),
-# one row per image, made by the caller on the host, so one (seed, round, client) gives the same views on every device.
-# All shapes are fixed, there is no loop over images, and nothing is read back to the host or sent from it.
+# ---- Augmentation --------------------------------------------------------------------------------------------------
+# FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and its appendix, on whole batches. Pure functions of tensors:
+# the random numbers come in as uniform float32 draws in [0, 1), one row per image, made by the caller on the host, so one
+# (seed, round, client) gives the same views on every device. Shapes are fixed, and nothing waits for the host.
 # Letters: n images, S side in pixels; images are (n, 3, S, S) uint8, levels 0 .. 255.
-
 WEAK_DRAWS = 3      # columns of `draws`: flip, shift down, shift right
 STRONG_DRAWS = 13   # those 3 for its own weak view, (operation, level, apply?, sign) twice, cutout centre down, right
-
 OPERATIONS = ("AutoContrast", "Brightness", "Color", "Contrast", "Equalize", "Identity", "Posterize", "Rotate",
               "Sharpness", "ShearX", "ShearY", "Solarize", "TranslateX", "TranslateY")
 MAX_LEVEL = 10      # full strength, and m of RandAugment: the level itself is drawn from 1 .. m-1
@@ -1577,8 +1011,7 @@ def strong_view(images, draws, flip=True):
     level uniform in 1 .. 9, and happens with probability 1/2; otherwise it is Identity.
     """
     images = weak_view(images, draws[:, :WEAK_DRAWS], flip)
-    for first in (3, 7):
-        op_draw, level_draw, apply_draw, sign_draw = draws[:, first:first + 4].unbind(1)
+    for op_draw, level_draw, apply_draw, sign_draw in (draws[:, 3:7].unbind(1), draws[:, 7:11].unbind(1)):
         op = draw_integer(op_draw, len(OPERATIONS)).masked_fill(apply_draw >= 0.5, OPERATIONS.index("Identity"))
         level = 1 + draw_integer(level_draw, MAX_LEVEL - 1)
         sign = 1 - 2 * (sign_draw < 0.5).long()

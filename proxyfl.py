@@ -18,50 +18,25 @@ Each client owns a few labelled and many unlabelled images. A round (Algorithm 1
 Letters in shapes: B labelled batch, U unlabelled batch, N = B + 2U rows (labelled, weak, strong), C classes,
 D features, M clients of the round.
 
-Where paper and official code differ. `--variant` picks a column of VARIANTS; each flag can also be set alone. Measured
-(README, "Paper or official"): the two columns as wholes, and DIFF-7. The effect of each other flag alone: not measured.
-  DIFF-1   --gpt-contrast      Eq. 2 lets all proxies of a client compete for one global proxy; the code lets all
-                               global proxies compete for one client proxy
-  DIFF-2   --gpt-margin        the code adds a constant to the distance of the positive pair; not in Eq. 2
-  DIFF-3   --gpt-batch-size    Eq. 2 sums over all clients and classes (so does "locals", always); the code takes the
-                               mean over batches of 4
-  DIFF-4   --confident         paper: the global model is confident; code: the local or the global one is
-  DIFF-5   --labelled-set      class set of a labelled image: ground truth (Sec. 5.2.1), or the global model's (code)
-  DIFF-6   --positive-weights  Eq. 6 weighs candidate proxies by local, the code by global probabilities
-  DIFF-7   --similarity        Eq. 8 is a dot product, which stays at chance on the digits ("dot"); the paper variant
-                               scales to unit length, the smallest change that trains; the code also projects before
-  DIFF-8   --negative-floor    the code drops negatives whose similarity is not above 1e-6
-  DIFF-9   --icpl-mean         Eq. 8 adds a mean over confident and one over unconfident images; the code takes one
-  DIFF-10  --empty-set         no class above the prior: the code makes the image its own negative; we take top-1
-  DIFF-11  --prior-counts      Eq. 5 averages the clients' proportions; the code pools their counts
-  DIFF-12  --prior-momentum    the code smooths the prior with 0.99 from a uniform start; the paper gives no constant
-  DIFF-13  --lu-mean           Eq. 9 divides by the number of confident images; the code by the batch
-  DIFF-14  --shared-momentum   the code's one optimiser carries momentum from client to client and round to round
-  DIFF-15  --stats             the code normalises training images like CIFAR-10 whatever the data set, test images not
-  DIFF-16  --client-weight     the code counts each labelled image 2,000 times when it averages
-  DIFF-17  --flip              the code mirrors digits (SVHN) as well; we do not
-  DIFF-18  --partition         the code's Dirichlet draws are two-way, inside slices (common.py: official_shares)
-Without a flag, since no value depends on it: our cross-entropy is the code's KL to a one-hot target without its 1e-10;
-confidence passes at the threshold, as in the code (paper: above it); labelled batches are drawn with replacement,
-as the code's 2,000-fold list amounts to; the frozen model runs without a graph; the code ignores its flag for tuning
-epochs and divides a fixed total by the rounds, which gives the 100 and 10 of the presets.
+Where paper and released code differ: table DIFFS below. Beside it, since no value depends on it: our cross-entropy is
+the code's KL to a one-hot target without its 1e-10; confidence passes at the threshold, as in the code (paper: above);
+labelled batches are drawn with replacement, as the code's 2,000-fold list amounts to; the frozen model runs without a
+graph; the code's flag for tuning epochs is ignored there: a fixed total by the rounds gives the presets' 100 and 10.
 """
 
 import math
-import time
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import common
 
 # Values that depend on the data set; they fill flags that were not given. Paper: Sec. 6.1 and the official train.sh.
-PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu=2, lr=0.1, width=64, image_size=32,
-             flip=True)
+PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu=2, lr=0.1, momentum=0.9,
+             weight_decay=1e-4, width=64, image_size=32, flip=True)
 PRESETS = {
     "cifar10": PAPER | dict(rounds=300, gpt_epochs=100),
     "cifar100": PAPER | dict(rounds=500, gpt_epochs=10),
@@ -71,142 +46,77 @@ PRESETS = {
     "folder": PAPER | dict(rounds=300, gpt_epochs=100),                    # not in the paper
     "digits": PAPER | dict(rounds=30, gpt_epochs=100, batch_size=16, width=16, image_size=8, flip=False),  # ours: quick
 }
-VARIANTS = {                            # flag: (the paper's equations, the released code), for the method's own choices
-    "gpt_contrast": ("locals", "globals"),
-    "gpt_margin": (0.0, 100.0),
-    "gpt_batch_size": (0, 4),
-    "confident": ("global", "union"),
-    "labelled_set": ("truth", "global"),
-    "positive_weights": ("local", "global"),
-    "similarity": ("cosine", "projected"),
-    "negative_floor": (-2.0, 1e-6),
-    "icpl_mean": ("separate", "joint"),
-    "prior_counts": ("clients", "pooled"),
-    "prior_momentum": (0.0, 0.99),
-    "lu_mean": ("confident", "batch"),
+count, real = common.number(int, 0), common.number(float, 0)
+# Where paper and released code differ; DIFF-n is the n-th row. flag: (values, paper, code, ours, what it is about). Ours
+# None: --variant says which column is the default. Values None: a flag of common.py. Measured are --variant as a whole
+# and DIFF-7; the effect of each other row alone is not.
+DIFFS = {
+    "gpt_contrast": (("locals", "globals"), "locals", "globals", None,
+        "Eq. 2 lets all proxies of a client compete for one global proxy; the code all global ones for a client's"),
+    "gpt_margin": (real, 0.0, 100.0, None,
+        "upper bound of a constant that the code adds to the distance of the positive pair; not in Eq. 2"),
+    "gpt_batch_size": (count, 0, 4, None,
+        "Eq. 2 sums over all proxies, 0 (locals: always); the code averages over 4 (options.py: 10) at a time"),
+    "confident": (("global", "union"), "global", "union", None,
+        "whose confidence makes a pseudo-label trusted: the global model's, or that of either model"),
+    "labelled_set": (("truth", "global"), "truth", "global", None,
+        "class set of a labelled image: its label (Sec. 5.2.1), or by the global model as if it were unlabelled"),
+    "positive_weights": (("local", "global"), "local", "global", None,
+        "Eq. 6 weighs candidate proxies by local, the code by global probabilities"),
+    "similarity": (("dot", "cosine", "projected"), "cosine", "projected", None,
+        "Eq. 8's dot product stays at chance on the digits; cosine is the smallest change; the code also projects"),
+    "negative_floor": (common.number(float, -2, 1), -2.0, 1e-6, None,
+        "the code drops negatives whose similarity is not above this; -2 keeps all"),
+    "icpl_mean": (("separate", "joint"), "separate", "joint", None,
+        "Eq. 8 adds a mean over confident and one over unconfident images; the code takes one over all"),
+    "empty_set": (("top1", "none"), "silent", "none", "top1",
+        "no class above the prior: the code makes the image its own negative; we take its most probable class"),
+    "prior_counts": (("clients", "pooled"), "clients", "pooled", None,
+        "Eq. 5 averages the clients' proportions; the code pools their counts"),
+    "prior_momentum": (common.number(float, 0, 1), 0.0, 0.99, None,
+        "smoothing of the prior over rounds, from a uniform start; the paper gives no constant"),
+    "lu_mean": (("confident", "batch"), "confident", "batch", None,
+        "Eq. 9 divides by the number of confident images; the code (L320) by the whole unlabelled batch"),
+    "shared_momentum": (bool, False, True, False,
+        "one optimiser carries momentum from client to client and round to round, which no federation can"),
+    "stats": (("dataset", "official"), "dataset", "official", "dataset",
+        "the code normalises training images like CIFAR-10 whatever the data set, test images not"),
+    "client_weight": (("images", "official"), "images", "official", "images",
+        "the code counts each labelled image 2,000 times when it averages"),
+    "flip": (None, "silent", True, "not digits",
+        "the code mirrors digits (SVHN) as well"),
+    "partition": (None, "dirichlet", "official", "official",
+        "the code's Dirichlet draws are two-way, inside slices: common.official_shares"),
 }
 CIFAR10_MEAN, CIFAR10_STD, CIFAR10_TEST_STD = (.4914, .4822, .4465), (.2471, .2435, .2616), (.2023, .1994, .2010)
 
 
 def parse_args(argv=None):
-    presets = "; ".join(f"{name}: " + ", ".join(f"{key} {value}" for key, value in preset.items())
-                        for name, preset in PRESETS.items())
-    variants = "; ".join(f"{name} {paper}, {official}" for name, (paper, official) in VARIANTS.items())
-    parser = common.Parser(prog="proxyfl.py", description=__doc__.split("\n\n")[0],
-                           epilog="In brackets: the default and its source. [preset] goes by data set: "
-                                  f"{presets}. [variant] goes by --variant, paper or official: {variants}.")
-    number, switch = common.number, common.argparse.BooleanOptionalAction
-    run = parser.add_argument_group("run")
-    run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
-                     help="drives everything random but the split [1]")
-    run.add_argument("--split-seed", type=number(int, 0, 2**31 - 8), default=0,
-                     help="which images are labelled and who owns them; 0 is the official split [0]")
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
-    run.add_argument("--amp", action=switch, default=None, help="bfloat16 autocast, losses in float32 [on for CUDA]")
-    run.add_argument("--compile", action=switch, default=False, help="torch.compile the network [off]")
-    run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
-    run.add_argument("--run-name", default=None, help="the run folder [proxyfl_<dataset>_a<alpha>_s<seed>]")
-    run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
-    run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
-    data = parser.add_argument_group("data")
-    data.add_argument("--dataset", type=lambda text: common.dataset_name(text, PRESETS), default="digits",
-                      help=", ".join(PRESETS) + " [digits]")
-    data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
-    data.add_argument("--train-subset", type=number(int, 1), default=None,
-                      help="class-balanced subset of N training images, for quick runs [all]")
-    data.add_argument("--image-size", type=number(int, 8, 1024), default=None,
-                      help="side in pixels, a multiple of 4 [preset, paper 32]")
-    data.add_argument("--flip", action=switch, default=None, help="mirror images at random, DIFF-17 [preset]")
-    data.add_argument("--stats", choices=("dataset", "official"), default="dataset",
-                      help="normalise by the training images' mean and deviation, or as the code, DIFF-15 [dataset]")
-    fed = parser.add_argument_group("federation")
-    fed.add_argument("--alpha", type=common.concentration, default=0.1,
-                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1; paper 0.1, 0.5, 1]")
-    fed.add_argument("--partition", choices=("official", "dirichlet"), default="official",
-                     help="the published protocol, or a textbook draw over all clients, DIFF-18 [official]")
-    fed.add_argument("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1,
-                     help="labelled share of each class; of 4,600 a class for SVHN, as the code [0.1; Table 6: 0.2]")
-    fed.add_argument("--clients", type=number(int, 1), default=None, help="K [preset, paper 20]")
-    fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
-    fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
-    fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="of floor(pool / batch size) steps: about --mu passes over the pool each [preset, paper 5]")
-    fed.add_argument("--client-weight", choices=("images", "official"), default="images",
-                     help="in the average: a client's images, or 2000 x labelled + images, DIFF-16 [images]")
-    opt = parser.add_argument_group("optimiser (SGD, no schedule)")
-    opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
-    opt.add_argument("--mu", type=number(int, 1), default=None, help="U = mu * B unlabelled images [preset, paper 2]")
-    opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")
-    opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, official train.sh]")
-    opt.add_argument("--weight-decay", type=number(float, 0), default=1e-4, help="[1e-4, official train.sh]")
-    opt.add_argument("--shared-momentum", action=switch, default=False,
-                     help="keep momentum across clients and rounds, which no real federation can, DIFF-14 [off]")
-    opt.add_argument("--width", type=number(int, 8), default=None,
-                     help="channels of ResNet-8's first stage; below 8 oneDNN's channels-last kernels break memory on "
-                          "CPUs without AVX-512 (torch 2.14.1) [preset, paper 64]")
-    ssl = parser.add_argument_group("pseudo-labels (Sec. 3)")
-    ssl.add_argument("--conf-threshold", type=number(float, 0, 2), default=0.95,
-                     help="tau; above 1 nothing passes [0.95, paper]")
-    ssl.add_argument("--lambda-u", type=number(float, 0), default=1.0, help="weight of the unlabelled loss [1, code]")
-    ssl.add_argument("--lu-mean", choices=("confident", "batch"), default=None,
-                     help="divisor of Eq. 9, DIFF-13 [variant]")
-    ssl.add_argument("--confident", choices=("global", "union"), default=None,
-                     help="whose confidence counts, DIFF-4 [variant]")
-    method = parser.add_argument_group("ProxyFL (Sec. 5)")
-    method.add_argument("--variant", choices=("paper", "official"), default="official",
-                        help="which column of VARIANTS [official: it measured better, see the README]")
-    method.add_argument("--gpt", action=switch, default=True,
-                        help="global proxy tuning (Table 2); off averages the proxies [on]")
-    method.add_argument("--gpt-epochs", type=number(int, 0), default=None,
-                        help="q, passes over the uploaded proxies (Fig. 7) [preset, paper 100 or 10]")
-    method.add_argument("--gpt-lr", type=number(float, 0), default=0.005,
-                        help="[0.005, Sec. 6.1 and train.sh; options.py has 0.01]")
-    method.add_argument("--gpt-contrast", choices=("locals", "globals"), default=None,
-                        help="which proxies compete in Eq. 2, DIFF-1 [variant]")
-    method.add_argument("--gpt-margin", type=number(float, 0), default=None,
-                        help="upper bound of the margin, 0 for none, DIFF-2 [variant]")
-    method.add_argument("--gpt-batch-size", type=number(int, 0), default=None,
-                        help="proxies a step, 0 for all; for globals, DIFF-3 [variant; train.sh 4, options.py 10]")
-    method.add_argument("--icpl", action=switch, default=True,
-                        help="indecisive-categories proxy learning (Table 2) [on]")
-    method.add_argument("--lambda-icpl", type=number(float, 0), default=1.0, help="weight of its loss [1, code]")
-    method.add_argument("--candidate-set", choices=("prior", "top1", "top5"), default="prior",
-                        help="classes of an unconfident image: above the prior, or the first 1 or 5 (Table 4) [prior]")
-    method.add_argument("--empty-set", choices=("top1", "none"), default="top1",
-                        help="if no class is above the prior, DIFF-10 [top1; code none]")
-    method.add_argument("--labelled-set", choices=("truth", "global"), default=None,
-                        help="class set of a labelled image, DIFF-5 [variant]")
-    method.add_argument("--positive-weights", choices=("local", "global"), default=None,
-                        help="probabilities in Eq. 6, DIFF-6 [variant]")
-    method.add_argument("--similarity", choices=("dot", "cosine", "projected"), default=None,
-                        help="in Eq. 8: as printed; unit length; projected, then unit length, DIFF-7 [variant]")
-    method.add_argument("--negative-floor", type=number(float, -2, 1), default=None,
-                        help="negatives with a similarity up to this drop out, -2 keeps all, DIFF-8 [variant]")
-    method.add_argument("--icpl-mean", choices=("separate", "joint"), default=None,
-                        help="averages of Eq. 8, DIFF-9 [variant]")
-    method.add_argument("--prior-counts", choices=("clients", "pooled"), default=None,
-                        help="in Eq. 5: mean of the clients' proportions, or pooled counts, DIFF-11 [variant]")
-    method.add_argument("--prior-momentum", type=number(float, 0, 1), default=None,
-                        help="smoothing of the prior over rounds, DIFF-12 [variant]")
-    args = parser.parse_args(argv)
-
-    if args.clients_per_round is None and args.clients is not None:
-        args.clients_per_round = min(args.clients, PRESETS[args.dataset]["clients_per_round"])
-    column = ("paper", "official").index(args.variant)
-    for name, value in (PRESETS[args.dataset] | {key: pair[column] for key, pair in VARIANTS.items()}).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.run_name = args.run_name or f"proxyfl_{args.dataset}_a{args.alpha:g}_s{args.seed}"
-    if args.clients_per_round > args.clients:
-        parser.error(f"--clients-per-round {args.clients_per_round} is more than --clients {args.clients}")
-    if args.image_size % 4:
-        parser.error(f"--image-size {args.image_size} is not a multiple of 4")
-    return args
+    parser = common.Parser("proxyfl", __doc__, PRESETS).add_semi_supervised_flags()
+    add = parser.add_argument_group("ProxyFL (Sec. 3, 5)").add_argument
+    add("--variant", choices=("paper", "official"), default="official", help="the default of the flags marked "
+        "[variant], their paper's or their code's value [official: it measured better]")
+    add("--conf-threshold", type=common.number(float, 0, 2), default=0.95, help="tau [0.95, paper]")
+    add("--lambda-u", type=real, default=1.0, help="weight of the unlabelled loss, Eq. 9 [1, code]")
+    add("--gpt", action=common.switch, default=True, help="global proxy tuning; off: averaged proxies (Table 2) [on]")
+    add("--gpt-epochs", type=count, help="q, passes over the uploaded proxies (Fig. 7) [preset, paper 100 or 10]")
+    add("--gpt-lr", type=real, default=0.005, help="[0.005, Sec. 6.1 and train.sh; options.py has 0.01]")
+    add("--icpl", action=common.switch, default=True, help="indecisive-categories proxy learning (Table 2) [on]")
+    add("--lambda-icpl", type=real, default=1.0, help="weight of its loss, Eq. 8 [1, code]")
+    add("--candidate-set", choices=("prior", "top1", "top5"), default="prior",
+        help="classes of an unconfident image: above the prior, or the first 1 or 5 (Table 4) [prior]")
+    add = parser.add_argument_group("where paper and released code differ").add_argument
+    for n, (name, (values, paper, code, ours, about)) in enumerate(DIFFS.items(), 1):
+        if values:
+            kind = {"choices": values} if isinstance(values, tuple) else {"type": values}
+            add(f"--{name.replace('_', '-')}", default=ours, **({"action": common.switch} if values is bool else kind),
+                help=f"DIFF-{n}: {about} [{'variant' if ours is None else ours}: paper {paper}, code {code}]")
+    column = {"paper": 1, "official": 2}
+    return parser.parse(argv, lambda args: {name: row[column[args.variant]] for name, row in DIFFS.items()
+                                            if row[3] is None})
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Model ----------------------------------------------------------------------------------------------------------
 
 # Copied from baselines/fedavg.py: Block
 class Block(nn.Module):
@@ -265,15 +175,12 @@ def forward(net, views, amp):
     return features.float(), logits.float()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The paper's maths
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The paper's maths ----------------------------------------------------------------------------------------------
 
 def confident_mask(global_prob, local_prob, conf_threshold, rule):
     """Sec. 3: images whose pseudo-label is trusted, (U,) bool."""
     confident = global_prob.amax(1) >= conf_threshold
-    # DIFF-4 paper: global confidence alone; the official code also trusts the global label where the *local* model is
-    # confident. Default: official; --confident global gives the paper's.
+    # DIFF-4 union: the global label is also trusted where the *local* model is confident.
     return confident | (local_prob.amax(1) >= conf_threshold) if rule == "union" else confident
 
 
@@ -281,8 +188,7 @@ def confident_mask(global_prob, local_prob, conf_threshold, rule):
 def unlabelled_loss(strong_logits, pseudo_label, mask, mean_over):
     """Eq. 9: cross-entropy of the strong views (U, C) to the pseudo-labels (U,), where mask (U,) allows."""
     loss = (F.cross_entropy(strong_logits, pseudo_label, reduction="none") * mask).sum()
-    # DIFF-13 Eq. 9 divides by the number of confident images; the official code (L320) by the whole unlabelled batch.
-    # Default: official; --lu-mean confident gives Eq. 9. Nothing confident: exactly 0 either way.
+    # DIFF-13 Nothing confident: exactly 0 either way.
     return loss / (mask.sum().clamp(min=1) if mean_over == "confident" else len(mask))
 
 
@@ -293,8 +199,7 @@ def indecisive_set(global_prob, class_prior, kind="prior", empty_set="top1"):
         return torch.zeros_like(global_prob, dtype=torch.bool).scatter_(1, top, True)
     candidate = global_prob > class_prior                                  # (U, C) > (C,) -> (U, C)
     if empty_set == "top1":
-        # DIFF-10 Probabilities equal to the prior exceed it nowhere. The official code then has no positive and makes
-        # the image its own negative; the paper is silent. Default: the most probable class; --empty-set none: official.
+        # DIFF-10 Probabilities equal to the prior exceed it nowhere: the image would have no positive.
         top1 = F.one_hot(global_prob.argmax(1), global_prob.shape[1]).bool()
         candidate = candidate | (top1 & ~candidate.any(1, keepdim=True))
     return candidate
@@ -325,12 +230,11 @@ def icpl_loss(features, class_set, positive, confident, negative_floor, mean_ove
     anchor, sets = features[n_lab:], class_set.to(features.dtype)          # (2U, D), (N, C)
     disjoint = sets[n_lab:] @ sets.T == 0                                  # Eq. 7: negatives share no class, (2U, N)
     similarity = anchor @ features.T
-    # DIFF-8 the official code leaves out negatives whose similarity is not above 1e-6; --negative-floor -2 keeps all.
+    # DIFF-8 negative_floor
     similarity = similarity.masked_fill(~(disjoint & (similarity > negative_floor)), -math.inf)
     to_positive = (anchor * positive).sum(1, keepdim=True)                 # (2U, 1)
     loss = torch.cat([to_positive, similarity], 1).logsumexp(1) - to_positive[:, 0]
-    # DIFF-9 Eq. 8 adds the mean over confident anchors and the mean over the others; the official code takes one mean
-    # over all. Default: official; --icpl-mean separate gives Eq. 8.
+    # DIFF-9 separate: Eq. 8 adds the mean over confident anchors and the mean over the others.
     if mean_over == "joint":
         return loss.mean()
     return sum((loss * group).sum() / group.sum().clamp(min=1) for group in (confident, ~confident))
@@ -345,10 +249,10 @@ def gpt_loss(global_proxy, proxy, target, margin, contrast):
     contrast "globals": proxy (n, D) are any uploaded proxies, target (n,) their classes; the global proxies compete;
     mean over rows. "locals": proxy (M, C, D) are whole classifiers; those of one client compete; Eq. 2's double sum.
     """
-    # DIFF-1, DIFF-3: see the flags --gpt-contrast and --gpt-batch-size.
+    # DIFF-1 contrast, DIFF-3 the size of the batches that come in
     if contrast == "globals":
         distance = torch.cdist(proxy, global_proxy, compute_mode=EXACT)    # (n, C)
-        # DIFF-2 the official code adds a constant to the distance of the positive pair.
+        # DIFF-2 a constant on the distance of the positive pair
         return F.cross_entropy(-(distance + margin * F.one_hot(target, len(global_proxy))), target)
     clients, classes, _ = proxy.shape
     distance = torch.cdist(global_proxy, proxy, compute_mode=EXACT)        # (M, C global, C of the client)
@@ -400,11 +304,11 @@ def update_prior(class_prior, class_count, counts_of, momentum):
     class_count = class_count[class_count.sum(1) > 0].cpu().double()
     if not len(class_count):                                               # nobody counted anything: keep the prior
         return class_prior
-    # DIFF-11 Eq. 5 averages the clients' proportions; the official code normalises the pooled counts.
+    # DIFF-11 Eq. 5 averages proportions; pooled counts are normalised as they are.
     if counts_of == "clients":
         class_count = class_count / class_count.sum(1, keepdim=True)
     now = class_count.sum(0) / class_count.sum()
-    # DIFF-12 the official code smooths with 0.99; the paper states no smoothing (momentum 0).
+    # DIFF-12 smoothing
     return momentum * class_prior + (1 - momentum) * now
 
 
@@ -423,28 +327,12 @@ def average(states, weights):
     return mean
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Client, server, evaluation
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Client, server, evaluation -------------------------------------------------------------------------------------
 
 # Differs from baselines/fixmatch.py: Broadcast, whose prior is a plug-in
 class Broadcast(NamedTuple):            # what the server sends to each client of a round (Algorithm 1)
     state: dict                         # Theta_G: encoder, classifier, heads
     class_prior: torch.Tensor           # P_G'(Y) of Eq. 5, (C,) float64 on the CPU; sent as float32
-
-
-# Differs from baselines/fedavg.py: FederatedData, which has no test statistics of their own
-class FederatedData(NamedTuple):        # all clients' data; a client reads its own part
-    images: torch.Tensor                # (n, 3, S, S) uint8 on the device
-    labels: torch.Tensor                # (n,) true labels; those of unlabelled images reach the log alone
-    labelled: list                      # one index array a client
-    unlabelled: list
-    stats: tuple                        # mean and deviation of each channel of the training images, in 0..1
-    test_stats: tuple                   # the same but for DIFF-15
-
-    def pool(self, client):
-        """Indices of the images that the client uses without labels: its labelled ones come last."""
-        return np.concatenate([self.unlabelled[client], self.labelled[client]])
 
 
 # Differs from baselines/fixmatch.py: Upload, whose class counts are a plug-in
@@ -464,8 +352,13 @@ class Batch(NamedTuple):                # one local step's images
     hidden: torch.Tensor                # (U,) bool: the client does not own that label
 
 
-METRICS = ("steps", "sup_steps", "loss_sup", "loss_unsup", "loss_icpl", "images", "used", "correct", "used_correct",
-           "low", "low_correct", "set_hit", "set_size")
+LOSSES = "loss_sup", "loss_unsup", "loss_icpl"
+METRICS = ("steps", "sup_steps", *LOSSES, "images", "used", "correct", "used_correct", "low", "low_correct", "set_hit",
+           "set_size")                                                     # sums over a client's steps, for the log
+COLUMNS = {name: (name, "sup_steps" if name == "loss_sup" else "steps") for name in LOSSES} | common.PSEUDO_LABELS | {
+    # images of low confidence: their single pseudo-label against their class set (Fig. 2b, Fig. 6)
+    "low_pct": ("low", "images"), "low_acc_pct": ("low_correct", "low"), "set_recall_pct": ("set_hit", "low"),
+    "set_size": ("set_size", "low")}
 
 
 # Differs from baselines/fixmatch.py: client_update, which has no official momentum and weights
@@ -566,14 +459,13 @@ def local_loss(args, net, teacher, views, label, class_prior):
             lab_set = F.one_hot(label, classes).bool()
         else:
             lab_set = class_sets(lab_global_prob, lab_global_prob.amax(1) >= args.conf_threshold, *rule)
-        # DIFF-7 Eq. 8 has plain dot products; the official code projects both sides and scales them to unit length.
-        # Default: official. --similarity dot gives Eq. 8 (at chance on the digits), cosine the paper variant.
+        # DIFF-7 dot: as printed in Eq. 8; cosine: at unit length; projected: by two learned maps, then at unit length.
         proxy = net.classifier.weight                                      # omega_m, (C, D)
         if args.similarity == "projected":
             features, proxy = net.feat_proj(features), net.proxy_proj(proxy)
         if args.similarity != "dot":
             features, proxy = F.normalize(features), F.normalize(proxy)
-        # DIFF-6 Eq. 6 weighs by the local, the official code by the global probabilities.
+        # DIFF-6 whose probabilities weigh the candidates
         prob = local_prob if args.positive_weights == "local" else global_prob
         positive = positive_proxy(prob, confident, unl_set, proxy)
         # Both views of an image share class set and positive.
@@ -604,18 +496,19 @@ def step_metrics(values, truth, hidden, has_labelled):
 def server_update(args, rnd, received, uploads):
     """Averaging, global proxy tuning, the prior (Algorithm 1, server side).
 
-    Returns the new Broadcast and GPT's losses before and after, None where it did not run.
+    Returns the new Broadcast and GPT's losses before and after, for the log: None where it did not run.
     """
+    losses = {"loss_gpt_start": None, "loss_gpt_end": None}
     uploads = [upload for upload in uploads if upload.weight > 0]
     if not uploads:                                                        # every client of the round is empty
-        return received, (None, None)
+        return received, losses
     state = average([upload.state for upload in uploads], torch.stack([upload.weight for upload in uploads]))
-    losses = (None, None)
     if args.gpt:
         proxy = torch.stack([upload.state["classifier.weight"] for upload in uploads])      # (M, C, D)
-        state["classifier.weight"], *losses = tune_global_proxy(
+        state["classifier.weight"], *start_end = tune_global_proxy(
             state["classifier.weight"], proxy, args.gpt_epochs, args.gpt_lr, args.gpt_batch_size, args.gpt_margin,
             args.gpt_contrast, common.stream(args.seed, "gpt", rnd))       # the bias stays averaged
+        losses = {name: loss.item() for name, loss in zip(losses, start_end)}
     class_count = torch.stack([upload.class_count for upload in uploads])
     class_prior = update_prior(received.class_prior, class_count, args.prior_counts, args.prior_momentum)
     return Broadcast(state, class_prior), losses
@@ -635,146 +528,52 @@ def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
     return 100 * correct.item() / len(labels)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Main
-# ---------------------------------------------------------------------------------------------------------------
-
-# Differs from baselines/fedavg.py: prepare_data, which has one pair of statistics
-def prepare_data(args, device):
-    """Load, split and place the data: FederatedData, test images, test labels, class names, facts for config.json."""
-    source = common.load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
-    labels = source.train_labels.numpy()
-    per_class = np.bincount(labels, minlength=len(source.class_names))
-    if args.dataset == "svhn" and per_class.min() >= 4600:
-        per_class = np.full_like(per_class, 4600)                          # official: "10 %" is 460 of each class
-    per_class = np.maximum(1, np.round(args.label_ratio * per_class).astype(int))
-    # DIFF-18 the paper says Dirichlet; the code draws two-way, inside slices. --partition dirichlet: over all clients.
-    parts = common.partition(labels, args.clients, args.alpha, per_class, args.partition, args.split_seed)
-    train_stats = test_stats = common.channel_stats(source.train_images)
-    if args.stats == "official":                                           # DIFF-15
-        train_stats = CIFAR10_MEAN, CIFAR10_STD
-        test_stats = (CIFAR10_MEAN, CIFAR10_TEST_STD) if args.dataset == "cifar10" else test_stats
-    train_images, train_labels, test_images, test_labels = (part.to(device) for part in source[:4])
-    data = FederatedData(train_images, train_labels, *parts, train_stats, test_stats)
-    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source)}
-    return data, test_images, test_labels, source.class_names, facts
-
+# ---- Main -----------------------------------------------------------------------------------------------------------
 
 def main(argv=None):
     args = parse_args(argv)
-    world = common.rank_and_world()[1]
-    if args.shared_momentum and world > 1:
-        raise common.UserError(f"--shared-momentum trains one client after another: not with {world} ranks")
-    ranks = common.Ranks(args.device)
-    device = ranks.device
-    args.amp = device.type == "cuda" if args.amp is None else args.amp
-    run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
-    checkpoint = run.load_checkpoint()
-    data, test_images, test_labels, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, device))
-    classes = len(class_names)
+    ranks = common.Ranks(args)
+    if args.shared_momentum and ranks.world > 1:
+        raise common.UserError(f"--shared-momentum trains one client after another: not with {ranks.world} ranks")
+    run = common.Run(args, ranks)
+    data = ranks.first_then_others(lambda: common.semi_supervised_data(args, ranks.device))
+    classes, test_stats = len(data.class_names), data.stats
     if args.icpl and args.candidate_set == "top5" and classes < 5:
         raise common.UserError(f"--candidate-set top5: the data set has {classes} classes")
-    labels = data.labels.cpu().numpy()
-    table = common.client_table(class_names, labelled=(labels, data.labelled), unlabelled=(labels, data.unlabelled))
+    if args.stats == "official":                                           # DIFF-15
+        data = data._replace(stats=(CIFAR10_MEAN, CIFAR10_STD))
+        test_stats = (CIFAR10_MEAN, CIFAR10_TEST_STD) if args.dataset == "cifar10" else test_stats
 
     torch.manual_seed(common.stream(args.seed, "init").integers(2**31))
     heads = args.icpl and args.similarity == "projected"
-    net, teacher = (ResNet8(classes, args.width, heads).to(device, memory_format=torch.channels_last) for _ in range(2))
+    net, teacher = (ResNet8(classes, args.width, heads).to(ranks.device, memory_format=torch.channels_last)
+                    for _ in range(2))
     if args.compile:
         net.compile()
         teacher.compile()
     optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    received = Broadcast({name: value.detach().clone() for name, value in net.state_dict().items()},
-                         torch.full((classes,), 1 / classes, dtype=torch.float64))
-    if checkpoint:
-        state = {name: value.to(device) for name, value in checkpoint["state"].items()}
-        received = Broadcast(state, checkpoint["class_prior"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+    received = run.restore(Broadcast({name: value.clone() for name, value in net.state_dict().items()},
+                                     torch.full((classes,), 1 / classes, dtype=torch.float64)))
+    if run.checkpoint and args.shared_momentum:                            # DIFF-14
+        optimizer.load_state_dict(run.checkpoint["optimizer"])
     # One message, either way: the state; where the prior is in use, the prior down and the class counts up.
     message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())
     message_bytes += 4 * classes if args.icpl and args.candidate_set == "prior" else 0
+    absent = {} if args.icpl else dict.fromkeys(("loss_icpl", "set_recall_pct", "set_size"))
 
-    with run:
-        run.open(device, table, **facts)
-        if ranks.first:
-            print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
-            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
-            print(f"{facts['data_source']}: {len(data.images)} training and {len(test_images)} test images | "
-                  f"{sum(p.numel() for p in net.parameters()):,} parameters")
-            common.print_table(table, class_names, ("labelled", "unlabelled"))
-        start_round = len(run.rows) + 1
-        for rnd in tqdm(range(start_round, args.rounds + 1), initial=start_round - 1, total=args.rounds, unit="round",
-                        disable=None if ranks.first else True):
-            start = time.perf_counter()
+    with run.start(data.class_names, data.counts(), **data.facts):
+        for rnd in run.rounds():                                           # Algorithm 1
             sampling = common.stream(args.seed, "sampling", rnd)
             selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
             uploads = ranks.gather([client_update(args, rnd, client, data, received, net, teacher, optimizer)
                                     for client in ranks.mine(selected)], len(selected))
             if ranks.first:
                 received, gpt_losses = server_update(args, rnd, received, uploads)
-                accuracy = evaluate(net, received.state, test_images, test_labels, data.test_stats, args.amp)
-                seconds = time.perf_counter() - start
-                row = round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, args.icpl, seconds)
-                check_finite(row, received)
-                momentum = optimizer.state_dict()
-                if not args.shared_momentum:                               # of no use to the next client, see DIFF-14
-                    momentum["state"] = {}
-                run.save_round(row, received._asdict() | {"optimizer": momentum})
-                tqdm.write(round_line(row, args.rounds))
+                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, test_stats, args.amp)
+                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+                momentum = {"optimizer": optimizer.state_dict()} if args.shared_momentum else {}
+                run.save(row | absent | gpt_losses, received._asdict() | momentum)
             received = ranks.broadcast(received)
-        run.plot({"accuracy (%)": ["test_acc_pct"],
-                  "pseudo-labels (%)": ["pl_used_pct", "pl_acc_pct", "pl_used_acc_pct", "set_recall_pct"],
-                  "losses": ["loss_sup", "loss_unsup", "loss_icpl", "loss_gpt_start", "loss_gpt_end"]})
-    if ranks.first:
-        run.print_summary()
-
-
-# Differs from baselines/fixmatch.py: round_row, which has no column on class sets and proxy tuning
-def round_row(rnd, accuracy, uploads, gpt_losses, message_bytes, icpl, seconds):
-    """One row of rounds.csv; None where a value does not exist in this round."""
-    total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()))
-    trained = sum(bool(upload.weight > 0) for upload in uploads)
-    gpt_start, gpt_end = (None if loss is None else loss.item() for loss in gpt_losses)
-
-    def ratio(part, whole, scale=1.0):
-        return scale * total[part] / total[whole] if total[whole] else None
-
-    return {
-        "round": rnd, "test_acc_pct": accuracy,
-        "loss_sup": ratio("loss_sup", "sup_steps"), "loss_unsup": ratio("loss_unsup", "steps"),
-        "loss_icpl": ratio("loss_icpl", "steps") if icpl else None,
-        "loss_gpt_start": gpt_start, "loss_gpt_end": gpt_end,
-        "pl_used_pct": ratio("used", "images", 100), "pl_acc_pct": ratio("correct", "images", 100),
-        "pl_used_acc_pct": ratio("used_correct", "used", 100),
-        # images of low confidence: their single pseudo-label against their class set (Fig. 2b, Fig. 6)
-        "low_pct": ratio("low", "images", 100), "low_acc_pct": ratio("low_correct", "low", 100),
-        "set_recall_pct": ratio("set_hit", "low", 100) if icpl else None,
-        "set_size": ratio("set_size", "low") if icpl else None,
-        "clients_trained": trained, "clients_empty": len(uploads) - trained,
-        "bytes_up": message_bytes * trained, "bytes_down": message_bytes * trained, "seconds": seconds}
-
-
-# Copied from baselines/fedavg.py: check_finite
-def check_finite(row, received):
-    """Stop before anything that is not a number is written or sent on."""
-    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-    broken += [name for name, value in received.state.items() if not value.isfinite().all()]
-    if broken:
-        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
-
-
-# Differs from baselines/fixmatch.py: round_line, which says nothing of class sets
-def round_line(row, rounds):
-    """What the screen shows of a round."""
-    shown = {key: "n/a" if value is None else f"{value:.3g}" for key, value in row.items()}
-    parts = [f"round {row['round']}/{rounds}", f"acc {row['test_acc_pct']:.2f}",
-             " ".join(f"{key} {shown[key]}" for key in ("loss_sup", "loss_unsup", "loss_icpl") if row[key] is not None),
-             f"pseudo used {shown['pl_used_pct']}% right {shown['pl_used_acc_pct']}%"]
-    if row["set_size"] is not None:
-        parts.append(f"sets hold {shown['set_recall_pct']}% of the other {shown['low_pct']}%, size {shown['set_size']}")
-    if row["clients_empty"]:
-        parts.append(f"{row['clients_empty']} clients without images skipped")
-    return " | ".join([*parts, f"{row['seconds']:.1f} s"])
 
 
 if __name__ == "__main__":

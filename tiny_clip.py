@@ -58,9 +58,7 @@ FILLERS = """we saw red blue old new big long dark light one my your her his ver
 CAPTIONS = 200                          # different captions of each class
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Captions
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Captions -------------------------------------------------------------------------------------------------------
 
 def make_captions(class_names, rng):
     """CAPTIONS texts for each class. Half put random words before its name, which so starts at position 1 .. 20.
@@ -87,9 +85,7 @@ def encode_text(model, tokens):
     return x[torch.arange(len(x), device=x.device), end] @ model.text_projection                # (B, D)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Images
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Images ---------------------------------------------------------------------------------------------------------
 
 def draw_digits():
     """The digits in all faces, stretched to 64 x 64 pixels, without and with a bar in the seven: (34, 10, 64, 64)."""
@@ -141,7 +137,7 @@ def glyph_batches():
 
 def biased_part(labels, share, rng):
     """Of each class's first share a part: all of one random class, a tenth of another, evenly in between."""
-    kept, labels = common.first_of_each(labels, share).numpy(), np.asarray(labels)
+    kept, labels = common.first_share(labels, share).numpy(), np.asarray(labels)
     parts = rng.permutation(np.linspace(0.1, 1, int(labels.max()) + 1))
     members = [kept[labels[kept] == label] for label in range(len(parts))]
     return np.concatenate([own[:max(1, round(part * len(own)))] for own, part in zip(members, parts)])
@@ -171,9 +167,7 @@ def normalise(images):
     return common.normalise(images, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Pre-training
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Pre-training ---------------------------------------------------------------------------------------------------
 
 def contrastive_loss(image_features, text_features, labels, scale):
     """CLIP's symmetric loss; the captions of all images of a class are positives of each other's images alike.
@@ -227,9 +221,7 @@ def pretrain(class_names, next_batch, steps, batch_size, lr, seed, device):
     return model.state_dict()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Files
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Files ----------------------------------------------------------------------------------------------------------
 
 def find_source(source, data_dir):
     """What --source names: "glyphs", or a data set and the folder to read it from."""
@@ -277,7 +269,8 @@ def make(source="glyphs", data_dir="data", seed=0, share=0.2, steps=None, batch_
         class_names = data.class_names
         next_batch = image_batches(data.train_images, data.train_labels, share, name not in ("digits", "svhn"),
                                    common.stream(seed, "tiny part"))
-    print(f"pre-training {config_path.stem}: {steps} steps of {batch_size} on {common.device_name(device)}", flush=True)
+    print(f"pre-training {config_path.stem}: {steps} steps of {batch_size} on {common.environment(device)['device']}",
+          flush=True)
     weights = pretrain(class_names, next_batch, steps, batch_size, lr, seed, device)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,9 +304,16 @@ def zero_shot(config_path, weights_path, images, class_names, device="cpu"):
                       for chunk in images.split(500)])
 
 
+class Parser(argparse.ArgumentParser):
+    """A mistake is a UserError: one line."""
+
+    def error(self, message):
+        raise common.UserError(message)
+
+
 def parse_args(argv=None):
-    parser = common.Parser(description="Pre-train a miniature CLIP and try it zero-shot.",
-                           formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description="Pre-train a miniature CLIP and try it zero-shot.", allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--source", default="glyphs", help=f"what to learn from: glyphs, a data set ({', '.join(common.DATASETS)}) or "
         "a folder with {train,test}/<class>/* images (other images in it later: --overwrite)")
@@ -325,7 +325,7 @@ def parse_args(argv=None):
     add("--lr", type=common.number(float, 0, open_low=True), default=1e-3, help="largest step size of AdamW")
     add("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of all random numbers")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
-    add("--overwrite", action=argparse.BooleanOptionalAction, default=False, help="make it again if it exists")
+    add("--overwrite", action=common.switch, default=False, help="make it again if it exists")
     return parser.parse_args(argv)
 
 

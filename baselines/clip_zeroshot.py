@@ -6,7 +6,7 @@ classified and the clients' accuracies averaged.
 
     python baselines/clip_zeroshot.py                     # a miniature CLIP made on the spot, embedded digits: CPU
     python baselines/clip_zeroshot.py --dataset dtd       # the paper's setting: OpenAI's ViT-B/32
-    python baselines/clip_zeroshot.py --dataset dtd --model RN50-quickgelu      # any model of open_clip will do
+    python baselines/clip_zeroshot.py --dataset dtd --model RN50-quickgelu --run-name rn50    # any model of open_clip
 
 Results: baselines/README.md. The paper's scale was not run.
 
@@ -32,12 +32,12 @@ Of FedCoPL's splits, where its code does what nobody would expect:
   DIFF-6   --split-seed        the code's split is the same whatever the seed of the run; here that is the only seed
 """
 
+import argparse
 import hashlib
 import json
 import logging
 import os
 import sys
-import time
 import zipfile
 from difflib import get_close_matches
 from pathlib import Path
@@ -70,63 +70,69 @@ BATCH = 256                             # images of a pass; changes results by r
 TINY_SHARE = 0.2                        # of each class's training images: what a data set's miniature CLIP has seen
 
 
+# Copied from tiny_clip.py: Parser
+class Parser(argparse.ArgumentParser):
+    """A mistake is a UserError: one line."""
+
+    def error(self, message):
+        raise common.UserError(message)
+
+
 def parse_args(argv=None):
     values = "; ".join(f"{name}: " + ", ".join(f"{key} {value}" for key, value in preset.items())
                        for name, preset in PRESETS.items())
-    parser = common.Parser(prog="clip_zeroshot.py", description=__doc__.split("\n\n")[0],
-                           epilog=f"In brackets: the default and its source. [preset] goes by data set: {values}.")
-    number, switch = common.number, common.argparse.BooleanOptionalAction
-    run = parser.add_argument_group("run")
-    run.add_argument("--split-seed", type=number(int, 0, 2**31 - 501), default=0,
-                     help="which client owns which images; 0 is the official split, DIFF-6 [0]")
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
-    run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
-    run.add_argument("--run-name", default=None, help="the run folder [<script>_<dataset>_<split>]")
-    run.add_argument("--resume", action="store_true",
-                     help="begin again in the folder of a run that was cut off; show the figures of a finished one")
-    run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
-    data = parser.add_argument_group("data and model")
-    data.add_argument("--dataset", type=lambda text: common.dataset_name(text, PRESETS), default="digits",
-                      help=", ".join(PRESETS) + " [digits]")
-    data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
-    data.add_argument("--train-subset", type=number(int, 1), default=None,
-                      help="class-balanced subset of N training images, which the split of the test images depends on: "
-                           "for the clients of a quick run of fedcopl.py [all]")
-    data.add_argument("--skip-share", type=number(float, 0, 0.99), default=None,
-                      help="leave out this first share of each class's training images, likewise: what a miniature "
-                           f"CLIP was trained on [{TINY_SHARE} if it learns from this data set, else 0]")
-    data.add_argument("--model", default=None,
-                      help="an open_clip model name, or its JSON file; tiny: the miniature of tiny_clip.py [preset]")
-    data.add_argument("--pretrained", default=None,
-                      help="an open_clip tag or a weights file, .pt or .safetensors; with --model tiny: what "
-                           "tiny_clip.py learns from: glyphs, a data set or a folder [preset; tiny: the data set]")
-    fed = parser.add_argument_group("federation")
-    fed.add_argument("--beta", type=common.concentration, default=0.1,
-                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d.; for --partition "
-                          "dirichlet alone [0.1, paper]")
-    fed.add_argument("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
-                     help="the published splits: by --beta; a fifth of the classes a client; even [dirichlet]")
-    fed.add_argument("--shuffle-classes", action=switch, default=False,
-                     help="shuffle the images of a class before the quantity split, DIFF-5 [off, official]")
-    fed.add_argument("--clients", type=number(int, 1), default=None, help="K [preset, paper 10 or 5]")
-    text = parser.add_argument_group("texts")
-    text.add_argument("--template", default=None, help="of the headline, {} is the class name [preset, official]")
-    text.add_argument("--ensemble", choices=tuple(ENSEMBLES), default="openai",
-                      help="templates of the second figure: openai, CLIP's 80 for ImageNet; simple, 7 of "
-                           "these; as open_clip has them [openai]")
-    return settle(parser, parser.parse_args(argv), PRESETS)
+    parser = Parser(prog="clip_zeroshot.py", description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                    epilog=f"In brackets: the default and its source. [preset] goes by data set: {values}.")
+    number = common.number
+    add = parser.add_argument_group("run").add_argument
+    add("--split-seed", type=number(int, 0, 2**31 - 501), default=0,
+        help="which client owns which images; 0 is the official split, DIFF-6 [0]")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
+    add("--out-dir", default="runs", help="where run folders go [runs]")
+    add("--run-name", help="the run folder [clip_zeroshot_<dataset>_<split>]")
+    add("--resume", action="store_true",
+        help="begin again in the folder of a run that was cut off; show the figures of a finished one")
+    add = parser.add_argument_group("data and model").add_argument
+    add("--dataset", type=common.squeeze, choices=PRESETS, default="digits", help="[digits]")
+    add("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
+    add("--train-subset", type=number(int, 1),
+        help="use N training images, equally many a class, which the split of the test images depends on: for the "
+             "clients of a quick run of fedcopl.py [all]")
+    add("--skip-share", type=number(float, 0, 0.99),
+        help="leave out this first share of each class's training images, likewise: what a miniature CLIP was trained "
+             f"on [{TINY_SHARE} if it learns from this data set, else 0]")
+    add("--model", help="an open_clip model name, or its JSON file; tiny: the miniature of tiny_clip.py [preset]")
+    add("--pretrained",
+        help="an open_clip tag or a weights file, .pt or .safetensors; with --model tiny: what tiny_clip.py learns "
+             "from: glyphs, a data set or a folder [preset; tiny: the data set]")
+    add = parser.add_argument_group("federation").add_argument
+    add("--beta", type=common.concentration, default=0.1,
+        help="Dirichlet concentration: smaller is more skewed, inf is i.i.d.; for --partition dirichlet alone [0.1, "
+             "paper]")
+    add("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
+        help="the published splits: by --beta; a fifth of the classes a client; even [dirichlet]")
+    add("--shuffle-classes", action=common.switch, default=False,
+        help="shuffle the images of a class before the quantity split, DIFF-5 [off, official]")
+    add("--clients", type=number(int, 1), help="K [preset, paper 10 or 5]")
+    add = parser.add_argument_group("texts").add_argument
+    add("--template", help="of the headline, {} is the class name [preset, official]")
+    add("--ensemble", choices=tuple(ENSEMBLES), default="openai",
+        help="templates of the second figure: openai, CLIP's 80 for ImageNet; simple, 7 of these; as open_clip has "
+             "them [openai]")
+    return settle(parser, parser.parse_args(argv))
 
 
-# Differs from fedcopl.py: settle, which has pseudo-labels and seeds
-def settle(parser, args, presets):
+# Differs from fedcopl.py: settle, which has pseudo-labels
+def settle(parser, args):
     """Fill flags that were not given, refuse what contradicts itself."""
-    preset = presets[args.dataset]
-    if args.model == "tiny" and args.pretrained is None:
-        args.pretrained = "glyphs" if args.dataset == "digits" else args.dataset
-    elif args.model not in (None, preset["model"]) and args.pretrained is None:
-        if preset["pretrained"] not in open_clip.list_pretrained_tags_by_model(args.model):
+    preset = PRESETS[args.dataset]
+    weights = preset["pretrained"]
+    if args.model == "tiny":
+        weights = "glyphs" if args.dataset == "digits" else args.dataset
+    elif args.pretrained is None and args.model not in (None, preset["model"]):
+        if weights not in open_clip.list_pretrained_tags_by_model(args.model):
             parser.error(f"--model {args.model} needs --pretrained: an open_clip tag or a weights file")
-    for name, value in preset.items():
+    for name, value in (preset | {"pretrained": weights}).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.skip_share is None:                                            # what the miniature has seen with labels
@@ -136,13 +142,11 @@ def settle(parser, args, presets):
     if args.shuffle_classes and args.partition != "quantity":
         parser.error(f"--shuffle-classes changes --partition quantity alone, not {args.partition}")
     split = f"b{args.beta:g}" if args.partition == "dirichlet" else args.partition
-    args.run_name = args.run_name or f"{Path(parser.prog).stem}_{args.dataset}_{split}"
+    args.run_name = args.run_name or f"clip_zeroshot_{args.dataset}_{split}"
     return args
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Model and texts
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Model and texts ------------------------------------------------------------------------------------------------
 
 # Copied from fedcopl.py: open_model
 def open_model(model, pretrained):
@@ -233,9 +237,7 @@ def refuse_cut_texts(tokenizer, class_names, recipes):
                                        "--ensemble")
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Evaluation
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Evaluation -----------------------------------------------------------------------------------------------------
 
 # Differs from fedcopl.py: FederatedData, which has the training images
 class FederatedData(NamedTuple):        # all clients' data; a client reads its own part
@@ -253,7 +255,7 @@ def predict(clip, data, index, classifiers):
     """What the classifiers, (D, C) each, take test_images[index] for: the class of the largest cosine, (H, n) int64."""
     device, parts = classifiers[0].device, []
     for batch in torch.from_numpy(index).split(BATCH) if len(index) else ():
-        pixels = common.normalise(common.take(data.test_images, batch, device), *data.stats)
+        pixels = common.normalise(common.to_device(data.test_images[batch], device), *data.stats)
         features = clip.encode_image(pixels, normalize=True)               # (n, D)
         parts.append(torch.stack([(features @ words).argmax(1) for words in classifiers]).cpu())
     return torch.cat(parts, 1) if parts else torch.zeros(len(classifiers), 0, dtype=torch.int64)
@@ -279,14 +281,12 @@ def accuracy_rows(column, names, counts):
     """Rows of a table: test images and accuracies in % of each client or class, from counts (1 + H, n); None of 0."""
     rows = []
     for name, (images, *correct) in zip(names, counts.T.tolist()):
-        shares = [round(100 * right / images, 4) if images else None for right in correct]
+        shares = [100 * right / images if images else None for right in correct]
         rows.append({column: name, "test": images} | dict(zip(("acc_pct", "ensemble_acc_pct"), [*shares, None])))
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Main
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Main -----------------------------------------------------------------------------------------------------------
 
 # Differs from fedcopl.py: prepare_data, which keeps the training images
 def prepare_data(args, tokenizer, side, stats, recipes):
@@ -299,13 +299,11 @@ def prepare_data(args, tokenizer, side, stats, recipes):
     names, labels = source.class_names, (source.train_labels, source.test_labels)
     refuse_cut_texts(tokenizer, names, recipes)
     # DIFF-6 the published split does not depend on the seed of a run; --split-seed gives others.
-    state = common.clip_random_state(len(names), args.split_seed)
     # DIFF-5 "quantity" deals out consecutive images of a class, as published; --shuffle-classes: in random order.
-    parts = common.clip_partition(*(part.numpy() for part in labels), args.clients, args.beta, args.partition, state,
+    parts = common.clip_partition(*labels, args.clients, args.beta, args.partition, args.split_seed,
                                   args.shuffle_classes)
-    source = source._replace(train_images=common.LazyImages([], side, source.train_images.prepare))
-    source = common.cache_images(source, common.spare_memory_gb())
-    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source), "class_names": names}
+    source = common.cache_images(source._replace(train_images=common.Images([], side)))
+    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source), "classes": names}
     return FederatedData(source.test_images, *labels, *parts, stats), names, facts
 
 
@@ -330,71 +328,56 @@ def prepare_model(args):
 
 def main(argv=None):
     args = parse_args(argv)
-    ranks = common.Ranks(args.device)
+    args.rounds, args.amp = 1, False                                       # run folders count rounds: here there is one
+    ranks = common.Ranks(args)
     device = ranks.device
     torch.backends.cudnn.allow_tf32 = False
     # files may move: what is in them has to be the same
-    free = ("model", "pretrained") if os.path.isfile(args.pretrained) else ()
-    settings = {"rounds": 1} | vars(args)                                  # run folders count rounds: here there is one
-    run = common.RunFolder(args.out_dir, args.run_name, settings, args.resume, args.overwrite, ranks.first, free)
-    checkpoint = run.load_checkpoint()
+    run = common.Run(args, ranks, ("model", "pretrained") if os.path.isfile(args.pretrained) else ())
     clip, tokenizer, side, stats, model_fingerprint = ranks.first_then_others(lambda: prepare_model(args))
     recipes = text_recipes(args.template, args.ensemble)
     data, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, tokenizer, side, stats, recipes))
-    facts["model_fingerprint"] = model_fingerprint
     clip = clip.to(device)
+    if run.checkpoint:                                                     # a finished run: its figures are shown
+        run.extra = run.checkpoint["figures"]
 
-    owned = common.client_table(class_names, train=(data.labels, data.train), test=(data.test_labels, data.test))
-    with run:
-        run.open(device, owned, **facts)
-        if ranks.first:
-            print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
-            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
-            print(f"{facts['data_source']}: {len(data.labels)} training and {len(data.test_labels)} test images of "
-                  f"{side} px | nothing is trained")
-            per_class = torch.bincount(data.test_labels, minlength=len(class_names)).tolist()
-            print(f"{len(class_names)} classes, test images: "
-                  + ", ".join(f"{name} {n}" for name, n in zip(class_names, per_class)))
-            common.print_table(owned, class_names, ("train", "test"))
-        if checkpoint:
-            counts = checkpoint["counts"]
-        else:
-            start, mine = time.perf_counter(), ranks.mine(range(args.clients))
+    owned = {"train": common.count_classes(data.labels, data.train, len(class_names)),
+             "test": common.count_classes(data.test_labels, data.test, len(class_names))}
+    with run.start(class_names, owned, **facts, model_fingerprint=model_fingerprint, image_side=side):
+        for _ in run.rounds():
             classifiers = [open_clip.build_zero_shot_classifier(
                 clip, tokenizer, class_names, templates, device=device, use_tqdm=ranks.first and sys.stderr.isatty()
                 ) for templates in recipes.values()]
             counts = ranks.gather([evaluate(client, clip, data, classifiers) for client in tqdm(
-                mine, unit="client", disable=None if ranks.first else True)], args.clients)
-            counts = torch.stack(counts) if ranks.first else None          # (K, 1 + H, C)
+                ranks.mine(range(args.clients)), unit="client", disable=None if ranks.first else True)], args.clients)
+            if ranks.first:
+                counts = torch.stack(counts)                               # (K, 1 + H, C)
+                images, *correct = counts.sum(2).unbind(1)                 # (K,) each
+                for kind, right in zip(("zeroshot", "ensemble"), correct):
+                    mean, pooled = accuracies(torch.stack([right, images], 1).unbind())
+                    run.extra |= {f"{kind}_client_mean_pct": mean, f"{kind}_pooled_pct": pooled}
+                run.write_table("accuracy_by_client.csv", accuracy_rows("client", range(args.clients), counts.sum(2).T))
+                run.write_table("accuracy_by_class.csv", accuracy_rows("class", class_names, counts.sum(0)))
+                run.save(round_row(run.extra), {"counts": counts, "figures": run.extra})
         if ranks.first:
-            images, *correct = counts.sum(2).unbind(1)                     # (K,) each
-            scores = [accuracies(torch.stack([right, images], 1).unbind()) for right in correct]
-            run.extra = {f"{kind}_{mean}_pct": value for kind, pair in zip(("zeroshot", "ensemble"), scores)
-                         for mean, value in zip(("client_mean", "pooled"), pair)}
-            if not checkpoint:
-                run.save_table("accuracy_by_client.csv", accuracy_rows("client", range(args.clients),
-                                                                       counts.sum(2).T))
-                run.save_table("accuracy_by_class.csv", accuracy_rows("class", class_names, counts.sum(0)))
-                run.save_round(round_row(scores, time.perf_counter() - start), {"counts": counts})
-            for line in report(args, recipes, scores, clip.visual.preprocess_cfg):
-                print(line)
-            print(f"{float(run.rows[0]['seconds']):.1f} s | {run.path}")
+            print(*report(args, recipes, run.extra, clip.visual.preprocess_cfg), sep="\n")
 
 
 # Differs from fedcopl.py: round_row, which has losses and pseudo-labels
-def round_row(scores, seconds):
+def round_row(figures):
     """The only row of rounds.csv; None where there is no ensemble."""
-    (mean, pooled), (ensemble_mean, ensemble_pooled) = (*scores, (None, None))[:2]
-    return {"round": 1, "test_acc_pct": mean, "client_acc_mean_pct": mean, "pooled_acc_pct": pooled,
-            "ensemble_client_acc_mean_pct": ensemble_mean, "ensemble_pooled_acc_pct": ensemble_pooled,
-            "bytes_up": 0, "bytes_down": 0, "seconds": seconds}
+    mean = figures["zeroshot_client_mean_pct"]
+    return {"test_acc_pct": mean, "client_acc_mean_pct": mean, "pooled_acc_pct": figures["zeroshot_pooled_pct"],
+            "ensemble_client_acc_mean_pct": figures.get("ensemble_client_mean_pct"),
+            "ensemble_pooled_acc_pct": figures.get("ensemble_pooled_pct"),
+            "clients_empty": 0, "bytes_up": 0, "bytes_down": 0}
 
 
-def report(args, recipes, scores, preparation):
+def report(args, recipes, figures, preparation):
     """Lines for the screen: each figure with all that it was made with, and the paper's where there is one."""
-    model = f"CLIP zero-shot, {args.model} {args.pretrained}"
-    lines = [f"{model}, {recipe}: {mean:.2f} % mean over clients, {pooled:.2f} % of all test images"
-             for recipe, (mean, pooled) in zip(recipes, scores)]
+    lines = [f"CLIP zero-shot, {args.model} {args.pretrained}, {recipe}: {figures[f'{kind}_client_mean_pct']:.2f} % "
+             f"mean over clients, {figures[f'{kind}_pooled_pct']:.2f} % of all test images"
+             for recipe, kind in zip(recipes, ("zeroshot", "ensemble"))]
     wanted = [preparation[key] for key in ("resize_mode", "interpolation")]
     if wanted != ["shortest", "bicubic"]:
         lines.append(f"note: these weights expect images resized by {' and '.join(wanted)}; here: shortest and bicubic")

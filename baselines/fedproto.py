@@ -38,7 +38,6 @@ its order of clients (RandomState(7); here a stream of --seed). It mirrors SVHN 
 
 import math
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,14 +45,13 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))            # common.py: here or one folder up
 import common
 
 # Values that depend on the data set; they fill flags that were not given. Paper: ProxyFL, Sec. 6.1, official train.sh.
-PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu=2, lr=0.1, width=64, image_size=32,
-             flip=True)
+PAPER = dict(clients=20, clients_per_round=8, local_epochs=5, batch_size=128, mu=2, lr=0.1, momentum=0.9,
+             weight_decay=1e-4, width=64, image_size=32, flip=True)
 PRESETS = {
     "cifar10": PAPER | dict(rounds=300),
     "cifar100": PAPER | dict(rounds=500),
@@ -64,14 +62,14 @@ PRESETS = {
     "digits": PAPER | dict(rounds=30, batch_size=16, width=16, image_size=8, flip=False),  # ours: quick
 }
 LOSSES = "loss_sup", "loss_unsup", "loss_proto"
-METRICS = ("steps", "sup_steps", *LOSSES, "images", "used", "correct", "used_correct")
+METRICS = ("steps", "sup_steps", *LOSSES, "images", "used", "correct", "used_correct")     # sums, for the log
+COLUMNS = {name: (name, "sup_steps" if name == "loss_sup" else "steps") for name in LOSSES} | common.PSEUDO_LABELS
 
 
 def parse_args(argv=None):
-    parser = shared_parser("fedproto.py", __doc__.split("\n\n")[0], PRESETS)
+    parser = common.Parser("fedproto", __doc__, PRESETS).add_semi_supervised_flags()
     number = common.number
     ssl = parser.add_argument_group("FixMatch, teacher: the broadcast model")
-    ssl.add_argument("--mu", type=number(int, 1), default=None, help="U = mu * B unlabelled images [preset, paper 2]")
     ssl.add_argument("--conf-threshold", "--tau", type=number(float, 0, 2), default=0.95,
                      help="0: every image counts; above 1 none does [0.95, FixMatch and SAGE]")
     ssl.add_argument("--lambda-u", type=number(float, 0), default=1.0,
@@ -82,80 +80,10 @@ def parse_args(argv=None):
                             "(PROTO-Labeled) of the unlabelled [confident]")
     proto.add_argument("--lambda-proto", type=number(float, 0), default=1.0,
                        help="weight of the pull to the prototypes [1, FedProto's code; its README: 0.1 for CIFAR-10]")
-    return settle(parser, parser.parse_args(argv), PRESETS)
+    return parser.parse(argv)
 
 
-# Copied from baselines/fedavg.py: shared_parser
-def shared_parser(prog, description, presets):
-    """The flags that all semi-supervised scripts share: run, data, federation, optimiser."""
-    values = "; ".join(f"{name}: " + ", ".join(f"{key} {value}" for key, value in preset.items())
-                       for name, preset in presets.items())
-    parser = common.Parser(prog=prog, description=description,
-                           epilog=f"In brackets: the default and its source. [preset] goes by data set: {values}.")
-    number, switch = common.number, common.argparse.BooleanOptionalAction
-    run = parser.add_argument_group("run")
-    run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
-                     help="drives everything random but the split [1]")
-    run.add_argument("--split-seed", type=number(int, 0, 2**31 - 8), default=0,
-                     help="which images are labelled and who owns them; 0 is the official split [0]")
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
-    run.add_argument("--amp", action=switch, default=None, help="bfloat16 autocast, losses in float32 [on for CUDA]")
-    run.add_argument("--compile", action=switch, default=False, help="torch.compile the network [off]")
-    run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
-    run.add_argument("--run-name", default=None, help="the run folder [<script>_<dataset>_a<alpha>_s<seed>]")
-    run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
-    run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
-    data = parser.add_argument_group("data")
-    data.add_argument("--dataset", type=lambda text: common.dataset_name(text, presets), default="digits",
-                      help=", ".join(presets) + " [digits]")
-    data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
-    data.add_argument("--train-subset", type=number(int, 1), default=None,
-                      help="class-balanced subset of N training images, for quick runs [all]")
-    data.add_argument("--image-size", type=number(int, 8, 1024), default=None,
-                      help="side in pixels, a multiple of 4 [preset, paper 32]")
-    data.add_argument("--flip", action=switch, default=None, help="mirror images at random [preset]")
-    fed = parser.add_argument_group("federation")
-    fed.add_argument("--alpha", type=common.concentration, default=0.1,
-                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1; paper 0.1, 0.5, 1]")
-    fed.add_argument("--partition", choices=("official", "dirichlet"), default="official",
-                     help="the published protocol of ProxyFL and SAGE, or a textbook draw over all clients [official]")
-    fed.add_argument("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1,
-                     help="labelled share of each class; of 4,600 a class for SVHN, as the code [0.1; Table 6: 0.2]")
-    fed.add_argument("--clients", type=number(int, 1), default=None, help="K [preset, paper 20]")
-    fed.add_argument("--clients-per-round", type=number(int, 1), default=None, help="M [preset, paper 8]")
-    fed.add_argument("--rounds", type=number(int, 1), default=None, help="[preset, paper 300, 500, 150, 400]")
-    fed.add_argument("--local-epochs", type=number(int, 1), default=None,
-                     help="of floor(images of the client / batch size) steps each, at least one [preset, paper 5]")
-    opt = parser.add_argument_group("optimiser (SGD, no schedule, fresh for each client and round)")
-    opt.add_argument("--batch-size", type=number(int, 1), default=None, help="B, labelled images [preset, paper 128]")
-    opt.add_argument("--lr", type=number(float, 0), default=None, help="[preset, paper 0.1]")
-    opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, official train.sh]")
-    opt.add_argument("--weight-decay", type=number(float, 0), default=1e-4, help="[1e-4, official train.sh]")
-    opt.add_argument("--width", type=number(int, 8), default=None,
-                     help="channels of ResNet-8's first stage; below 8 oneDNN's channels-last kernels break memory on "
-                          "CPUs without AVX-512 (torch 2.14.1) [preset, paper 64]")
-    return parser
-
-
-# Copied from baselines/fedavg.py: settle
-def settle(parser, args, presets):
-    """Fill flags that were not given, refuse what contradicts itself."""
-    if args.clients_per_round is None and args.clients is not None:
-        args.clients_per_round = min(args.clients, presets[args.dataset]["clients_per_round"])
-    for name, value in presets[args.dataset].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.run_name = args.run_name or f"{Path(parser.prog).stem}_{args.dataset}_a{args.alpha:g}_s{args.seed}"
-    if args.clients_per_round > args.clients:
-        parser.error(f"--clients-per-round {args.clients_per_round} is more than --clients {args.clients}")
-    if args.image_size % 4:
-        parser.error(f"--image-size {args.image_size} is not a multiple of 4")
-    return args
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Model
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Model ----------------------------------------------------------------------------------------------------------
 
 # Copied from baselines/fedavg.py: Block
 class Block(nn.Module):
@@ -211,9 +139,7 @@ def forward(net, views, amp):
     return features.float(), logits.float()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The papers' maths
-# ---------------------------------------------------------------------------------------------------------------
+# ---- The papers' maths ----------------------------------------------------------------------------------------------
 
 # Differs from baselines/fixmatch.py: pseudo_labels, which has a choice of teachers
 def pseudo_labels(global_prob, conf_threshold):
@@ -276,28 +202,13 @@ def average(states, weights):
     return mean
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Client, server, evaluation
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Client, server, evaluation -------------------------------------------------------------------------------------
 
 # Differs from baselines/fedavg.py: Broadcast, which has no prototypes
 class Broadcast(NamedTuple):            # what the server sends to each client of a round
     state: dict                         # the global model: parameters and batch-norm buffers
     prototype: torch.Tensor             # (C, D) global prototypes, 0 where there is none yet
     known: torch.Tensor                 # (C,) bool: some client has reported the class
-
-
-# Copied from baselines/fedavg.py: FederatedData
-class FederatedData(NamedTuple):        # all clients' data; a client reads its own part
-    images: torch.Tensor                # (n, 3, S, S) uint8 on the device
-    labels: torch.Tensor                # (n,) true labels; those of unlabelled images reach the log alone
-    labelled: list                      # one index array a client
-    unlabelled: list
-    stats: tuple                        # mean and deviation of each channel of the training images, in 0..1
-
-    def pool(self, client):
-        """Indices of the images that the client uses without labels: its labelled ones come last."""
-        return np.concatenate([self.unlabelled[client], self.labelled[client]])
 
 
 # Differs from baselines/fedavg.py: Upload, which has no prototypes
@@ -450,123 +361,41 @@ def evaluate(net, state, images, labels, stats, amp=False, batch_size=512):
     return 100 * correct.item() / len(labels)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Main
-# ---------------------------------------------------------------------------------------------------------------
-
-# Copied from baselines/fedavg.py: prepare_data
-def prepare_data(args, device):
-    """Load, split and place the data: FederatedData, test images, test labels, class names, facts for config.json."""
-    source = common.load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
-    labels = source.train_labels.numpy()
-    per_class = np.bincount(labels, minlength=len(source.class_names))
-    if args.dataset == "svhn" and per_class.min() >= 4600:
-        per_class = np.full_like(per_class, 4600)                          # official: "10 %" is 460 of each class
-    per_class = np.maximum(1, np.round(args.label_ratio * per_class).astype(int))
-    parts = common.partition(labels, args.clients, args.alpha, per_class, args.partition, args.split_seed)
-    stats = common.channel_stats(source.train_images)
-    train_images, train_labels, test_images, test_labels = (part.to(device) for part in source[:4])
-    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source)}
-    return FederatedData(train_images, train_labels, *parts, stats), test_images, test_labels, source.class_names, facts
-
+# ---- Main -----------------------------------------------------------------------------------------------------------
 
 def main(argv=None):
     args = parse_args(argv)
-    ranks = common.Ranks(args.device)
-    device = ranks.device
-    args.amp = device.type == "cuda" if args.amp is None else args.amp
-    run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, writer=ranks.first)
-    checkpoint = run.load_checkpoint()
-    data, test_images, test_labels, class_names, facts = ranks.first_then_others(lambda: prepare_data(args, device))
-    classes, labels = len(class_names), data.labels.cpu().numpy()
-    table = common.client_table(class_names, labelled=(labels, data.labelled), unlabelled=(labels, data.unlabelled))
+    ranks = common.Ranks(args)
+    run = common.Run(args, ranks)
+    data = ranks.first_then_others(lambda: common.semi_supervised_data(args, ranks.device))
+    classes = len(data.class_names)
 
     torch.manual_seed(common.stream(args.seed, "init").integers(2**31))
-    net, teacher = (ResNet8(classes, args.width).to(device, memory_format=torch.channels_last) for _ in range(2))
+    net, teacher = (ResNet8(classes, args.width).to(ranks.device, memory_format=torch.channels_last) for _ in range(2))
     if args.compile:
         net.compile()
         teacher.compile()
     optimizer = torch.optim.SGD(net.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
-    state = checkpoint["state"] if checkpoint else net.state_dict()
-    prototype, known = ((checkpoint["prototype"], checkpoint["known"]) if checkpoint else
-                        (torch.zeros(net.classifier.weight.shape), torch.zeros(classes, dtype=torch.bool)))
-    received = Broadcast({name: value.detach().clone().to(device) for name, value in state.items()},
-                         prototype.to(device), known.to(device))
+    received = run.restore(Broadcast({name: value.clone() for name, value in net.state_dict().items()},
+                                     torch.zeros_like(net.classifier.weight),
+                                     torch.zeros(classes, dtype=torch.bool, device=ranks.device)))
     # One message, either way: the state, the prototypes and a byte a class for which there are.
     message_bytes = sum(value.numel() * value.element_size()
                         for value in (*received.state.values(), received.prototype, received.known))
 
-    with run:
-        run.open(device, table, **facts)
-        if ranks.first:
-            print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
-            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
-            print(f"{facts['data_source']}: {len(data.images)} training and {len(test_images)} test images | "
-                  f"{sum(p.numel() for p in net.parameters()):,} parameters")
-            common.print_table(table, class_names, ("labelled", "unlabelled"))
-        start_round = len(run.rows) + 1
-        for rnd in tqdm(range(start_round, args.rounds + 1), initial=start_round - 1, total=args.rounds, unit="round",
-                        disable=None if ranks.first else True):
-            start = time.perf_counter()
-            selected = common.stream(args.seed, "sampling", rnd).choice(args.clients, args.clients_per_round,
-                                                                        replace=False)
+    with run.start(data.class_names, data.counts(), **data.facts):
+        for rnd in run.rounds():
+            sampling = common.stream(args.seed, "sampling", rnd)
+            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
             uploads = ranks.gather([client_update(args, rnd, client, data, received, net, teacher, optimizer)
                                     for client in ranks.mine(selected)], len(selected))
             if ranks.first:
                 pulled = args.lambda_proto and received.known.any()        # in round 1 there is nothing to pull to
                 received = server_update(received, uploads)
-                accuracy = evaluate(net, received.state, test_images, test_labels, data.stats, args.amp)
-                row = round_row(rnd, accuracy, uploads, message_bytes, message_bytes, time.perf_counter() - start,
-                                **({} if pulled else {"loss_proto": None}))
-                check_finite(row, received._replace(state=received.state | {"prototype": received.prototype}))
-                run.save_round(row, received._asdict())
-                tqdm.write(round_line(row, args.rounds))
+                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+                run.save(row if pulled else row | {"loss_proto": None}, received._asdict())
             received = ranks.broadcast(received)
-        run.plot({"accuracy (%)": ["test_acc_pct"], "losses": LOSSES,
-                  "pseudo-labels (%)": ["pl_used_pct", "pl_acc_pct", "pl_used_acc_pct"]})
-    if ranks.first:
-        run.print_summary()
-
-
-# Copied from baselines/fixmatch.py: round_row
-def round_row(rnd, accuracy, uploads, bytes_up, bytes_down, seconds, **more):
-    """One row of rounds.csv; None where a value does not exist in this round. Bytes are those of one client.
-
-    more: columns of the method, or other values of the losses.
-    """
-    total = dict(zip(METRICS, torch.stack([upload.metrics for upload in uploads]).cpu().double().sum(0).tolist()))
-    trained = sum(bool(upload.weight > 0) for upload in uploads)
-
-    def ratio(part, whole, scale=1.0):
-        return scale * total[part] / total[whole] if total[whole] else None
-
-    return {"round": rnd, "test_acc_pct": accuracy,
-            **{name: ratio(name, "sup_steps" if name == "loss_sup" else "steps") for name in LOSSES},
-            "pl_used_pct": ratio("used", "images", 100), "pl_acc_pct": ratio("correct", "images", 100),
-            "pl_used_acc_pct": ratio("used_correct", "used", 100),
-            "clients_trained": trained, "clients_empty": len(uploads) - trained,
-            "bytes_up": bytes_up * trained, "bytes_down": bytes_down * trained, "seconds": seconds, **more}
-
-
-# Copied from baselines/fedavg.py: check_finite
-def check_finite(row, received):
-    """Stop before anything that is not a number is written or sent on."""
-    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-    broken += [name for name, value in received.state.items() if not value.isfinite().all()]
-    if broken:
-        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower --lr")
-
-
-# Copied from baselines/fixmatch.py: round_line
-def round_line(row, rounds):
-    """What the screen shows of a round."""
-    shown = {key: "n/a" if value is None else f"{value:.3g}" for key, value in row.items()}
-    parts = [f"round {row['round']}/{rounds}", f"acc {row['test_acc_pct']:.2f}",
-             " ".join(f"{key} {shown[key]}" for key in LOSSES if row[key] is not None),
-             f"pseudo used {shown['pl_used_pct']}% right {shown['pl_used_acc_pct']}%"]
-    if row["clients_empty"]:
-        parts.append(f"{row['clients_empty']} clients without images skipped")
-    return " | ".join([*parts, f"{row['seconds']:.1f} s"])
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ import logging
 import math
 import os
 import sys
-import time
 import zipfile
 from difflib import get_close_matches
 from pathlib import Path
@@ -58,7 +57,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from open_clip.transformer import QuickGELU
-from tqdm import tqdm
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))            # common.py: here or one folder up
 import common
@@ -67,7 +65,8 @@ import common
 # quantiles are CPL's own (for UCF101 and CIFAR-100 from its runs with LaFTer, UCF101 at temperature 0.25), where it has
 # none those of EuroSAT, its only set of ten classes.
 PAPER = dict(model="ViT-B-32-quickgelu", pretrained="openai", template="a photo of a {}", clients=10, rounds=20,
-             local_epochs=10, refresh=5, lr=0.1, intra_quantile=0.75, inter_quantile=0.8)
+             local_epochs=10, refresh=5, batch_size=64, lr=0.1, momentum=0.9, weight_decay=0.05, intra_quantile=0.75,
+             inter_quantile=0.8)
 PRESETS = {
     "dtd": PAPER | dict(inter_quantile=0.95),
     "resisc45": PAPER | dict(intra_quantile=0.9, inter_quantile=0.97),
@@ -85,102 +84,71 @@ TINY_SHARE = 0.2                        # of each class's training images: what 
 
 
 def parse_args(argv=None):
-    parser = shared_parser("promptfl.py", __doc__.split("\n\n")[0], PRESETS, "fpl")
-    return settle(parser, parser.parse_args(argv), PRESETS)
+    parser = shared_parser("promptfl", __doc__, PRESETS, "fpl")
+    return parser.parse(argv, lambda args: settle(parser, args))
 
 
 # Copied from fedcopl.py: shared_parser
-def shared_parser(prog, description, presets, pseudo_labels):
+def shared_parser(name, doc, presets, pseudo_labels):
     """The flags that all CLIP scripts with pseudo-labels share; pseudo_labels: the kind that the method has."""
-    values = "; ".join(f"{name}: " + ", ".join(f"{key} {value}" for key, value in preset.items())
-                       for name, preset in presets.items())
-    parser = common.Parser(prog=prog, description=description,
-                           epilog=f"In brackets: the default and its source. [preset] goes by data set: {values}.")
-    number, switch = common.number, common.argparse.BooleanOptionalAction
-    run = parser.add_argument_group("run")
-    run.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=1,
-                     help="drives everything random but the split and the miniature CLIP [1]")
-    run.add_argument("--split-seed", type=number(int, 0, 2**31 - 501), default=0,
-                     help="which client owns which images; 0 is the official split, DIFF-6 [0]")
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps [auto: what exists]")
-    run.add_argument("--amp", action=switch, default=None,
-                     help="bfloat16 autocast of the towers in training; labels, losses in float32 [on for CUDA]")
-    run.add_argument("--out-dir", default="runs", help="where run folders go [runs]")
-    run.add_argument("--run-name", default=None, help="the run folder [<script>_<dataset>_<split>[_<labels>]_s<seed>]")
-    run.add_argument("--resume", action="store_true", help="continue the run in its folder; --rounds may grow")
-    run.add_argument("--overwrite", action="store_true", help="replace an existing run folder")
-    data = parser.add_argument_group("data and model")
-    data.add_argument("--dataset", type=lambda text: common.dataset_name(text, presets), default="digits",
-                      help=", ".join(presets) + " [digits]")
-    data.add_argument("--data-dir", default="data", help="where data sets are; what is missing is downloaded [data]")
-    data.add_argument("--train-subset", type=number(int, 1), default=None,
-                      help="class-balanced subset of N training images, for quick runs [all]")
-    data.add_argument("--skip-share", type=number(float, 0, 0.99), default=None,
-                      help="leave out this first share of each class's training images: what a miniature CLIP was "
-                           f"trained on (tiny_clip.py --share) [{TINY_SHARE} if it learns from this data set, else 0]")
-    data.add_argument("--model", default=None,
-                      help="an open_clip model name, or its JSON file; tiny: the miniature of tiny_clip.py [preset]")
-    data.add_argument("--pretrained", default=None,
-                      help="an open_clip tag or a weights file, .pt or .safetensors; with --model tiny: what "
-                           "tiny_clip.py learns from: glyphs, a data set or a folder [preset; tiny: the data set]")
-    data.add_argument("--template", default=None, help="zero-shot text, {} is the class name [preset]")
-    data.add_argument("--text-prompts", type=number(int, 0, 1000), default=16,
-                      help="trained tokens before each class name, shared by all classes [16, FedCoPL]")
-    data.add_argument("--prompt-std", type=number(float, 0), default=0.02, help="of their first values [0.02]")
-    fed = parser.add_argument_group("federation")
-    fed.add_argument("--beta", type=common.concentration, default=0.1,
-                     help="Dirichlet concentration: smaller is more skewed, inf is i.i.d.; for --partition "
-                          "dirichlet alone [0.1, FedCoPL]")
-    fed.add_argument("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
-                     help="the published splits: by --beta; a fifth of the classes a client; even [dirichlet]")
-    fed.add_argument("--shuffle-classes", action=switch, default=False,
-                     help="shuffle the images of a class before the quantity split, DIFF-5 [off, FedCoPL]")
-    fed.add_argument("--clients", type=number(int, 1), default=None, help="K; all take part [preset, FedCoPL 10 or 5]")
-    fed.add_argument("--rounds", type=number(int, 1), default=None, help="R [preset, FedCoPL 20]")
-    fed.add_argument("--local-epochs", type=number(int, 1), default=None, help="E [preset, FedCoPL 10]")
-    opt = parser.add_argument_group("optimiser (SGD, a cosine from one refresh to the next)")
-    opt.add_argument("--batch-size", type=number(int, 1), default=64, help="B [64, FedCoPL]")
-    opt.add_argument("--lr", type=number(float, 0), default=None, help="of the text prompts [preset, FedCoPL 0.1]")
-    opt.add_argument("--momentum", type=number(float, 0, 1), default=0.9, help="[0.9, FedCoPL]")
-    opt.add_argument("--weight-decay", type=number(float, 0), default=0.05, help="of the prompts [0.05, FedCoPL]")
-    labels = parser.add_argument_group("pseudo-labels")
-    labels.add_argument("--pseudo-labels", choices=("copl", "fpl", "ifpl", "cpl"), default=pseudo_labels,
-                        help="copl: FedCoPL's; fpl: the most confident images of each class for zero-shot CLIP; ifpl: "
-                             "the same by the current model (with --shots grow: GRIP); cpl: sets of candidate classes "
-                             f"by the current model [{pseudo_labels}]")
-    labels.add_argument("--refresh", type=number(int, 1), default=None,
-                        help="Q, rounds a labelling lasts [preset, FedCoPL 5]")
-    labels.add_argument("--shots", type=lambda text: text if text == "grow" else number(int, 1)(text), default=None,
-                        help="fpl, ifpl, cpl: images of each class for a client, a number or grow: a quarter of an "
-                             "even share of the class for each refresh so far [16, FPL and CPL]")
-    labels.add_argument("--intra-quantile", type=number(float, 0, 1), default=None,
-                        help="cpl: an image's most probable classes are candidates until their sum exceeds this "
-                             "quantile of the confidences [preset, CPL's alpha]")
-    labels.add_argument("--inter-quantile", type=number(float, 0, 1), default=None,
-                        help="cpl: a class is a candidate for the images above this quantile of its probabilities "
-                             "[preset, CPL's beta]")
-    copl = parser.add_argument_group("cooperative pseudo-labels, copl")
-    copl.add_argument("--conf-filter", action=switch, default=True,
-                      help="off (ablation): count images whatever their confidence [on]")
-    copl.add_argument("--entropy-filter", action=switch, default=True,
-                      help="off (ablation): count images whatever their entropy [on]")
-    copl.add_argument("--conf-quantile", type=number(float, 0, 1), default=0.5, help="[0.5, FedCoPL]")
-    copl.add_argument("--entropy-quantile", type=number(float, 0, 1), default=0.5,
-                      help="the 1 - q quantile of the entropy is the bound [0.5, FedCoPL]")
-    copl.add_argument("--allocation", action=switch, default=True,
-                      help="the server balances the classes; off: a client's own counts are its capacities, which "
-                           "is our reading, as no source says what remains [on]")
-    copl.add_argument("--budget", choices=("ceil", "exact"), default="ceil", help="M, DIFF-1 [ceil, FedCoPL's code]")
-    copl.add_argument("--unseen-classes", choices=("grow", "none"), default="grow",
-                      help="capacity of classes that nobody predicts, DIFF-2 [grow, FedCoPL's code]")
-    copl.add_argument("--ceiling", choices=("integer", "float32"), default="integer",
-                      help="arithmetic of the capacities, DIFF-3 [integer]")
+    parser, number, switch = common.Parser(name, doc, presets), common.number, common.switch
+    add = parser.data.add_argument
+    add("--skip-share", type=number(float, 0, 0.99),
+        help="leave out this first share of each class's training images: what a miniature CLIP was trained on "
+             f"(tiny_clip.py --share) [{TINY_SHARE} if it learns from this data set, else 0]")
+    add("--model", help="an open_clip model name, or its JSON file; tiny: the miniature of tiny_clip.py [preset]")
+    add("--pretrained",
+        help="an open_clip tag or a weights file, .pt or .safetensors; with --model tiny: what tiny_clip.py learns "
+             "from: glyphs, a data set or a folder [preset; tiny: the data set]")
+    add("--template", help="zero-shot text, {} is the class name [preset]")
+    add("--text-prompts", type=number(int, 0, 1000), default=16,
+        help="trained tokens before each class name, shared by all classes; --lr is theirs [16, FedCoPL]")
+    add("--prompt-std", type=number(float, 0), default=0.02, help="of their first values [0.02]")
+    add = parser.federation.add_argument
+    add("--beta", type=common.concentration, default=0.1,
+        help="Dirichlet concentration: smaller is more skewed, inf is i.i.d.; for --partition dirichlet alone [0.1, "
+             "FedCoPL]")
+    add("--partition", choices=("dirichlet", "quantity", "iid"), default="dirichlet",
+        help="the published splits: by --beta; a fifth of the classes a client; even [dirichlet]")
+    add("--shuffle-classes", action=switch, default=False,
+        help="shuffle the images of a class before the quantity split, DIFF-5 [off, FedCoPL]")
+    add = parser.add_argument_group("pseudo-labels").add_argument
+    add("--pseudo-labels", choices=("copl", "fpl", "ifpl", "cpl"), default=pseudo_labels,
+        help="copl: FedCoPL's; fpl: the most confident images of each class for zero-shot CLIP; ifpl: the same by the "
+             "current model (with --shots grow: GRIP); cpl: sets of candidate classes by the current model "
+             f"[{pseudo_labels}]")
+    add("--refresh", type=number(int, 1),
+        help="Q, rounds that a labelling lasts, and one cosine of the step sizes [preset, FedCoPL 5]")
+    add("--shots", type=lambda text: text if text == "grow" else number(int, 1)(text),
+        help="fpl, ifpl, cpl: images of each class for a client, a number or grow: a quarter of an even share of the "
+             "class for each refresh so far [16, FPL and CPL]")
+    add("--intra-quantile", type=number(float, 0, 1),
+        help="cpl: an image's most probable classes are candidates until their sum exceeds this quantile of the "
+             "confidences [preset, CPL's alpha]")
+    add("--inter-quantile", type=number(float, 0, 1),
+        help="cpl: a class is a candidate for the images above this quantile of its probabilities [preset, CPL's beta]")
+    add = parser.add_argument_group("cooperative pseudo-labels, copl").add_argument
+    add("--conf-filter", action=switch, default=True,
+        help="off (ablation): count images whatever their confidence [on]")
+    add("--entropy-filter", action=switch, default=True,
+        help="off (ablation): count images whatever their entropy [on]")
+    add("--conf-quantile", type=number(float, 0, 1), default=0.5, help="[0.5, FedCoPL]")
+    add("--entropy-quantile", type=number(float, 0, 1), default=0.5,
+        help="the 1 - q quantile of the entropy is the bound [0.5, FedCoPL]")
+    add("--allocation", action=switch, default=True,
+        help="the server balances the classes; off: a client's own counts are its capacities, which is our reading, as "
+             "no source says what remains [on]")
+    add("--budget", choices=("ceil", "exact"), default="ceil", help="M, DIFF-1 [ceil, FedCoPL's code]")
+    add("--unseen-classes", choices=("grow", "none"), default="grow",
+        help="capacity of classes that nobody predicts, DIFF-2 [grow, FedCoPL's code]")
+    add("--ceiling", choices=("integer", "float32"), default="integer",
+        help="arithmetic of the capacities, DIFF-3 [integer]")
     return parser
 
 
 # Copied from fedcopl.py: settle
-def settle(parser, args, presets):
-    """Fill flags that were not given, refuse what contradicts itself."""
+def settle(parser, args):
+    """Refuse what contradicts itself. Returns the defaults that depend on other flags."""
     copl = ("conf_filter", "entropy_filter", "conf_quantile", "entropy_quantile", "allocation", "budget",
             "unseen_classes", "ceiling")
     readers = dict.fromkeys(copl, ("copl",)) | {
@@ -193,32 +161,23 @@ def settle(parser, args, presets):
                          ("budget", "allocation"), ("unseen_classes", "allocation"), ("ceiling", "allocation")):
         if getattr(args, name) != parser.get_default(name) and not getattr(args, switch):
             parser.error(f"--{name.replace('_', '-')} changes nothing with --no-{switch.replace('_', '-')}")
-    preset = presets[args.dataset]
-    if args.model == "tiny" and args.pretrained is None:
-        args.pretrained = "glyphs" if args.dataset == "digits" else args.dataset
-    elif args.model not in (None, preset["model"]) and args.pretrained is None:
-        if preset["pretrained"] not in open_clip.list_pretrained_tags_by_model(args.model):
-            parser.error(f"--model {args.model} needs --pretrained: an open_clip tag or a weights file")
-    for name, value in preset.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.shots is None and args.pseudo_labels != "copl":
-        args.shots = 16
-    if args.skip_share is None:                                            # what the miniature has seen with labels
-        args.skip_share = TINY_SHARE if args.model == "tiny" and args.pretrained == args.dataset else 0.0
-    if args.template.count("{}") != 1:
+    if args.template is not None and args.template.count("{}") != 1:
         parser.error(f"--template {args.template!r}: expected one {{}}, the place of the class name")
     if args.shuffle_classes and args.partition != "quantity":
         parser.error(f"--shuffle-classes changes --partition quantity alone, not {args.partition}")
-    split = f"b{args.beta:g}" if args.partition == "dirichlet" else args.partition
-    kind = "" if args.pseudo_labels == parser.get_default("pseudo_labels") else f"_{args.pseudo_labels}"
-    args.run_name = args.run_name or f"{Path(parser.prog).stem}_{args.dataset}_{split}{kind}_s{args.seed}"
-    return args
+    preset = parser.presets[args.dataset]
+    model, weights = args.model or preset["model"], preset["pretrained"]
+    if args.model == "tiny":
+        weights = "glyphs" if args.dataset == "digits" else args.dataset
+    elif args.pretrained is None and model != preset["model"]:
+        if weights not in open_clip.list_pretrained_tags_by_model(model):
+            parser.error(f"--model {model} needs --pretrained: an open_clip tag or a weights file")
+    learned_here = model == "tiny" and (args.pretrained or weights) == args.dataset        # it has seen labels
+    return {"pretrained": weights, "skip_share": TINY_SHARE if learned_here else 0.0,
+            "shots": None if args.pseudo_labels == "copl" else 16}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Model: a frozen open_clip model with prompts
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Model: a frozen open_clip model with prompts -------------------------------------------------------------------
 
 # Copied from fedcopl.py: Text
 class Text(NamedTuple):                 # texts ready for encode_text, the prompts left out
@@ -427,9 +386,7 @@ def load_clip(model, pretrained):
     return prompted, side, stats, fingerprint
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Pseudo-labels, losses, schedule
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Pseudo-labels, losses, schedule --------------------------------------------------------------------------------
 
 # Copied from fedcopl.py: learning_rate
 def learning_rate(base, rnd, epoch, epochs, refresh):
@@ -575,9 +532,7 @@ def cosine_distance(prompts):
     return (1 - (flat.sum(0).square().sum() - flat.square().sum()) / pairs).item() if pairs and flat.numel() else None
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Client, server, evaluation
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Client, server, evaluation -------------------------------------------------------------------------------------
 
 # Differs from fedcopl.py: Prompts, which has visual prompts too
 class Prompts(NamedTuple):              # what each client starts the next round with: the same for all
@@ -743,9 +698,7 @@ def accuracies(scores):
     return 100 * (correct / images)[images > 0].mean().item(), 100 * (correct.sum() / images.sum()).item()
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Main
-# ---------------------------------------------------------------------------------------------------------------
+# ---- Main -----------------------------------------------------------------------------------------------------------
 
 # Differs from fedcopl.py: prepare_data, which keeps the images
 def prepare_data(args, clip, side):
@@ -759,12 +712,11 @@ def prepare_data(args, clip, side):
     zero_shot = clip.text_input([args.template.replace("{}", name) for name in names], 0, names)
     text = clip.text_input([f"{name}." for name in names], args.text_prompts, names)
     # DIFF-6 the published split does not depend on the seed of a run; --split-seed gives others.
-    state = common.clip_random_state(len(names), args.split_seed)
     # DIFF-5 "quantity" deals out consecutive images of a class, as published; --shuffle-classes: in random order.
-    parts = common.clip_partition(*(part.numpy() for part in labels), args.clients, args.beta, args.partition, state,
+    parts = common.clip_partition(*labels, args.clients, args.beta, args.partition, args.split_seed,
                                   args.shuffle_classes)
-    source = common.cache_images(source, common.spare_memory_gb())
-    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source), "class_names": names}
+    source = common.cache_images(source)
+    facts = {"data_source": source.source, "data_fingerprint": common.fingerprint(source), "classes": names}
     return source, parts, names, zero_shot, text, facts
 
 
@@ -776,7 +728,7 @@ def encode_data(clip, source, parts, clients, side, stats, device):
         features = torch.zeros(len(images), width, device=device)
         for client in clients:
             for batch in torch.from_numpy(owned[client]).split(LABEL_BATCH):
-                pixels = common.normalise(common.take(images, batch, device), *stats)
+                pixels = common.normalise(common.to_device(images[batch], device), *stats)
                 features[batch.to(device)] = clip.encode_image(pixels)
         encoded.append(features)
     return FederatedData(*encoded, source.train_labels, source.test_labels, *parts)
@@ -803,21 +755,17 @@ def prepare_model(args):
 
 def main(argv=None):
     args = parse_args(argv)
-    ranks = common.Ranks(args.device)
+    ranks = common.Ranks(args)
     device = ranks.device
-    args.amp = device.type == "cuda" if args.amp is None else args.amp
     torch.backends.cudnn.allow_tf32 = False                                # float32 is what labels are made in
     # files may move: what is in them has to be the same
-    free = ("model", "pretrained") if os.path.isfile(args.pretrained) else ()
-    run = common.RunFolder(args.out_dir, args.run_name, vars(args), args.resume, args.overwrite, ranks.first, free)
-    checkpoint = run.load_checkpoint()
+    run = common.Run(args, ranks, ("model", "pretrained") if os.path.isfile(args.pretrained) else ())
     clip, side, stats, model_fingerprint = ranks.first_then_others(lambda: prepare_model(args))
     clip, context = clip.to(device), len(clip.clip.positional_embedding)
     if args.text_prompts > context - 3:                                    # start, one token of a name, end
         raise common.UserError(f"--text-prompts {args.text_prompts}: the text context holds {context} tokens")
     source, parts, class_names, zero_shot, text, facts = ranks.first_then_others(
         lambda: prepare_data(args, clip, side))
-    facts["model_fingerprint"] = model_fingerprint
     mine = ranks.mine(range(args.clients))
     data = encode_data(clip, source, parts, mine, side, stats, device)
     del source                                                             # from here on features are enough
@@ -829,23 +777,15 @@ def main(argv=None):
     learned = Prompts(*(nn.Parameter(value[0].clone()) for value in prompts))
     optimizer = torch.optim.SGD(learned, 0.1, args.momentum, weight_decay=args.weight_decay)
     labels, tables = None, torch.zeros(0, len(LABEL_COLUMNS), classes).long()
-    if checkpoint:
-        prompts = Prompts(*(checkpoint[name].to(device) for name in Prompts._fields))
-        labels = Labels(*(checkpoint[name] for name in Labels._fields))
-        tables, run.extra = checkpoint["tables"], checkpoint["zero_shot"]
+    if run.checkpoint:
+        prompts, labels = run.restore(prompts), Labels(*map(run.checkpoint.get, Labels._fields))
+        tables, run.extra = run.checkpoint["tables"], run.checkpoint["zero_shot"]
     sent = 4 * sum(getattr(prompts, name)[0].numel() for name in SHARED)
 
-    owned = common.client_table(class_names, train=(data.labels, data.train), test=(data.test_labels, data.test))
-    with run:
-        run.open(device, owned, **facts)
-        if ranks.first:
-            print(" ".join(f"{key}={value}" for key, value in vars(args).items()))
-            print(f"{common.versions()} | {common.device_name(device)} | ranks {ranks.world}")
-            print(f"{facts['data_source']}: {len(data.labels)} training and {len(data.test_labels)} test images of "
-                  f"{side} px | {sum(value.numel() for value in learned):,} trained numbers a client")
-            per_class = torch.bincount(data.labels, minlength=classes).tolist()
-            print(f"{classes} classes: " + ", ".join(f"{name} {n}" for name, n in zip(class_names, per_class)))
-            common.print_table(owned, class_names, ("train", "test"))
+    counts = {"train": common.count_classes(data.labels, data.train, classes),
+              "test": common.count_classes(data.test_labels, data.test, classes)}
+    with run.start(class_names, counts, **facts, model_fingerprint=model_fingerprint, image_side=side,
+                   trained_numbers=sum(value.numel() for value in learned)):
         if not run.extra:
             scores = ranks.gather([evaluate(client, clip, data, zero_shot) for client in mine], args.clients)
             if ranks.first:
@@ -853,10 +793,8 @@ def main(argv=None):
         if ranks.first:
             print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
                   f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
-        start_round = len(run.rows)
-        for rnd in tqdm(range(start_round, args.rounds), initial=start_round, total=args.rounds, unit="round",
-                        disable=None if ranks.first else True):
-            start = time.perf_counter()
+        for rnd in run.rounds():
+            rnd -= 1                                                       # schedule, streams and refreshes begin at 0
             if rnd % args.refresh == 0:
                 iteration = rnd // args.refresh
                 with torch.no_grad():
@@ -872,22 +810,13 @@ def main(argv=None):
                 words = clip.encode_text(text, prompts.text[0])
             scores = ranks.gather([evaluate(client, clip, data, words) for client in mine], args.clients)
             if ranks.first:
-                row = round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent,
-                                time.perf_counter() - start)
-                check_finite(row, prompts)
-                run.save_table("pseudo_labels.csv", label_rows(args, tables, class_names))
-                run.save_round(row, prompts._asdict() | labels._asdict() | {"tables": tables, "zero_shot": run.extra})
-                tqdm.write(round_line(row, args.rounds))
-        run.plot({"accuracy (%)": ["client_acc_mean_pct", "pooled_acc_pct"],
-                  "pseudo-labels (%)": ["pl_acc_pct", "pl_all_acc_pct", "pl_used_pct", "pl_gap_pct", "set_recall_pct"],
-                  "loss": ["loss_unsup"],
-                  "drift": ["drift_text", "distance_text"]})
-    if ranks.first:
-        run.print_summary()
+                row = round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent)
+                run.write_table("pseudo_labels.csv", label_rows(args, tables, class_names))
+                run.save(row, prompts._asdict() | labels._asdict() | {"tables": tables, "zero_shot": run.extra})
 
 
 # Copied from fedcopl.py: round_row
-def round_row(args, rnd, accuracy, uploads, before, table, sent, seconds):
+def round_row(args, rnd, accuracy, uploads, before, table, sent):
     """One row of rounds.csv; None where a value does not exist in this round."""
     table = dict(zip(LABEL_COLUMNS, table))
     images, selected = table["images"].sum().item(), table["selected"].sum().item()
@@ -897,9 +826,8 @@ def round_row(args, rnd, accuracy, uploads, before, table, sent, seconds):
     gap = None
     if selected:                                                           # total variation from the true classes
         gap = 50 * (table["selected"] / selected - table["images"] / images).abs().sum().item()
-    row = {"round": rnd + 1, "test_acc_pct": accuracy[0], "client_acc_mean_pct": accuracy[0],
-           "pooled_acc_pct": accuracy[1], "loss_unsup": loss_sum / steps if steps else None,
-           "pl_used_pct": 100 * selected / images,
+    row = {"test_acc_pct": accuracy[0], "client_acc_mean_pct": accuracy[0], "pooled_acc_pct": accuracy[1],
+           "loss_unsup": loss_sum / steps if steps else None, "pl_used_pct": 100 * selected / images,
            "pl_acc_pct": 100 * table["selected_correct"].sum().item() / selected if selected else None,
            "pl_all_acc_pct": 100 * table["predicted_correct"].sum().item() / images,
            "pl_gap_pct": gap, "selected": selected,
@@ -916,7 +844,7 @@ def round_row(args, rnd, accuracy, uploads, before, table, sent, seconds):
     weights_up = 4 * args.clients if refreshed and sent else 0
     return row | {"clients_trained": len(active), "clients_empty": args.clients - len(active),
                   "bytes_up": sent * len(active) + exchanged + weights_up,
-                  "bytes_down": sent * args.clients + exchanged, "seconds": seconds}
+                  "bytes_down": sent * args.clients + exchanged}
 
 
 # Copied from fedcopl.py: label_rows
@@ -925,28 +853,6 @@ def label_rows(args, tables, class_names):
     rows = [{"round": 1 + number * args.refresh, "class": name} | dict(zip(LABEL_COLUMNS, values))
             for number, table in enumerate(tables) for name, values in zip(class_names, table.T.tolist())]
     return rows if args.pseudo_labels == "copl" else [row | {"estimated": None} for row in rows]
-
-
-# Differs from fedcopl.py: check_finite, which names two step sizes
-def check_finite(row, prompts):
-    """Stop before anything that is not a number is written or sent on."""
-    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-    broken += [f"{name} prompt" for name, value in prompts._asdict().items() if not value.isfinite().all()]
-    if broken:
-        raise common.Diverged(f"training diverged in round {row['round']}: {broken[0]} is not finite; try a lower "
-                              "--lr")
-
-
-# Copied from fedcopl.py: round_line
-def round_line(row, rounds):
-    """What the screen shows of a round."""
-    shown = {key: "n/a" if value is None else f"{value:.3g}" for key, value in row.items()}
-    parts = [f"round {row['round']}/{rounds}", f"acc {row['client_acc_mean_pct']:.2f}",
-             f"pooled {row['pooled_acc_pct']:.2f}", f"loss_unsup {shown['loss_unsup']}",
-             f"pseudo-labels {row['selected']} right {shown['pl_acc_pct']}%"]
-    if row["clients_empty"]:
-        parts.append(f"{row['clients_empty']} clients without selected images skipped")
-    return " | ".join([*parts, f"{row['seconds']:.1f} s"])
 
 
 if __name__ == "__main__":

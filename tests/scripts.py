@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import open_clip
 import torch
 
@@ -27,21 +28,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 # Hundreds of runs read the same digits, prepare them for the miniature CLIP and read the same vocabulary.
-_digits, _load_images, _get_tokenizer = lru_cache(common.read_digits), common.load_images, open_clip.get_tokenizer
+_digits, _prepare, _get_tokenizer = lru_cache(common.read_digits), common.Images.__getitem__, open_clip.get_tokenizer
 _prepared, _tokenizer = {}, lru_cache(lambda name, config: _get_tokenizer(name))
 
 
-def _load_images_once(source, side, view):
-    if not isinstance(source, torch.Tensor) or "clip_view" not in view.__qualname__:
-        return _load_images(source, side, view)
-    key = side, source.shape, source.numpy().tobytes()
+def _prepare_once(images, index):
+    if not (images.clip and isinstance(images.source, np.ndarray) and index == slice(None)):
+        return _prepare(images, index)
+    key = images.shape, images.source.tobytes()
     if key not in _prepared:
-        _prepared[key] = _load_images(source, side, view)
+        _prepared[key] = _prepare(images, index)
     return _prepared[key].clone()
 
 
 common.read_digits = lambda: copy.deepcopy(_digits())
-common.load_images = _load_images_once
+common.Images.__getitem__ = _prepare_once
 open_clip.get_tokenizer = lambda name: _tokenizer(name, repr(open_clip.get_model_config(name)))
 
 
@@ -128,7 +129,7 @@ class Method:
     def main(self, out_dir, *flags):
         """The script in this process; flags given here win over the short settings."""
         name = patch.object(sys, "argv", [str(ROOT / self.name)])  # a run folder says whose it is
-        drawing = patch.object(common.RunFolder, "plot")  # takes longer than all else: only programs do it
+        drawing = patch.object(common.Run, "_plot")  # takes longer than all else: only programs do it
         with name, drawing:
             self.module.main([*self.short, "--out-dir", str(out_dir), *map(str, flags)])
 
@@ -217,7 +218,7 @@ def _as_program(command, cwd, env, alone, draw, out, err):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in a shell's background
     sys.argv = command
     if not draw:
-        common.RunFolder.plot = lambda *_: None
+        common.Run._plot = lambda *_: None
     if alone:
         sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (ROOT, ROOT / "tests")]
         del sys.modules["common"]  # this file imports it
@@ -286,7 +287,9 @@ def labels_table(folder):
 
 
 def checkpoint(folder):
-    return torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+    """The state in checkpoint.pt, without the rows, which hold seconds."""
+    content = torch.load(folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+    return {name: value for name, value in content.items() if name != "rows"}
 
 
 def state(folder):
@@ -311,6 +314,4 @@ def equal(a, b):
 
 def same_run(first, second):
     """Whether two runs logged the same rounds and ended in the same state; their settings may differ."""
-    a, b = checkpoint(first), checkpoint(second)
-    a.pop("settings"), b.pop("settings")
-    return rows(first) == rows(second) and equal(a, b)
+    return rows(first) == rows(second) and equal(checkpoint(first), checkpoint(second))

@@ -1,14 +1,21 @@
-"""A few clients of random images, networks and settings for them: what a local training is called with."""
+"""Tiny clients, networks and settings: what the functions of a semi-supervised script are called with."""
+
+import inspect
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scripts import method as find_method
+
+import common
 
 STATS = (0.5,) * 3, (0.3,) * 3
 
 
-def tiny_args(method, *flags, **settings):
+def tiny_args(name, *flags, **settings):
     """The short settings of a script with batches of 8; flags as on the command line, or by name."""
+    method = find_method(name)
     named = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     args = method.module.parse_args([*method.short, "--batch-size=8", *map(str, flags), *named])
     args.amp = False
@@ -18,32 +25,31 @@ def tiny_args(method, *flags, **settings):
 def cut(order, sizes):
     """Hand out the indices to clients of (labelled, unlabelled) sizes: labelled and unlabelled parts, one a client."""
     ends = np.cumsum(np.reshape(sizes, -1))
-    parts = np.split(order[: ends[-1]], ends[:-1])
+    parts = np.split(order[:ends[-1]], ends[:-1])
     return parts[::2], parts[1::2]
 
 
-def tiny_data(module, *sizes, classes=4, seed=0, **more):
+def tiny_data(*sizes, classes=4):
     """FederatedData of random 8x8 images, for clients of (labelled, unlabelled) sizes; nobody owns the last class."""
-    rng, total = np.random.default_rng(seed), int(np.sum(sizes))
+    rng, total = np.random.default_rng(0), int(np.sum(sizes))
     order = rng.permutation(total)
-    images = rng.integers(0, 256, (max(1, total), 3, 8, 8), dtype=np.uint8)  # never none, as in a script
-    labels = rng.integers(0, classes - 1, len(images))
-    return module.FederatedData(
-        torch.from_numpy(images), torch.from_numpy(labels), *cut(order, sizes), stats=STATS, **more
-    )
+    images = torch.from_numpy(rng.integers(0, 256, (max(1, total), 3, 8, 8), dtype=np.uint8))  # never none, as in a run
+    labels = torch.from_numpy(rng.integers(0, classes - 1, len(images)))
+    return common.FederatedData(images, labels, *cut(order, sizes), STATS, None, None, list("abcd"), {})
 
 
-def numbered_data(module, *sizes):
+def numbered_data(*sizes):
     """The same, but an image's label is its number and its pixels are constant: the number modulo 256."""
-    total = int(np.sum(sizes))
-    images = (torch.arange(total) % 256).to(torch.uint8)[:, None, None, None].expand(-1, 3, 8, 8).contiguous()
-    return module.FederatedData(images, torch.arange(total), *cut(np.arange(total), sizes), ((0.0,) * 3, (1.0,) * 3))
+    number = torch.arange(int(np.sum(sizes)))
+    images = (number % 256).to(torch.uint8)[:, None, None, None].expand(-1, 3, 8, 8).contiguous()
+    return tiny_data(*sizes)._replace(images=images, labels=number, stats=((0.0,) * 3, (1 / 255,) * 3),
+                                      **dict(zip(("labelled", "unlabelled"), cut(number.numpy(), sizes))))
 
 
-def tiny_nets(module, args, number, classes=4, seed=0, **heads):
-    """Networks as the scripts build them."""
+def tiny_nets(module, args, number, seed=0, **heads):
+    """Networks for 4 classes, as the scripts build them."""
     torch.manual_seed(seed)
-    return [module.ResNet8(classes, args.width, **heads).to(memory_format=torch.channels_last) for _ in range(number)]
+    return [module.ResNet8(4, args.width, **heads).to(memory_format=torch.channels_last) for _ in range(number)]
 
 
 def sgd(args, *nets, lr=None):
@@ -53,8 +59,48 @@ def sgd(args, *nets, lr=None):
 
 
 def tiny_state(net):
-    """A broadcast model: a copy of the network's state."""
+    """A copy of the network's state."""
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def world(name, *sizes, flags=(), **settings):
+    """What a script's local training is called with, by name, for clients of (labelled, unlabelled) sizes."""
+    args, module = tiny_args(name, *flags, **settings), find_method(name).module
+    projected = getattr(args, "icpl", False) and getattr(args, "similarity", "projected") == "projected"
+    net, other, *more = tiny_nets(module, args, 2 + getattr(args, "helpers", 0), **{"heads": True} if projected else {})
+    state = tiny_state(net)
+    state["bn1.running_mean"] += 0.1                                       # statistics that are not the initial ones
+    sent = {"state": state, "class_prior": torch.full((4,), 0.25, dtype=torch.float64),
+            "prototype": torch.rand(4, 4 * args.width), "known": torch.ones(4, dtype=torch.bool),
+            "psi": {key: getattr(args, "psi_factor", 0) * value for key, value in state.items() if value.ndim > 1}}
+    w = SimpleNamespace(
+        module=module, args=args, rnd=2, client=0, data=tiny_data(*sizes or [(5, 20)]), net=net,
+        received=module.Broadcast(*map(sent.get, module.Broadcast._fields)), optimizer=sgd(args, net),
+        teacher=other, coarse=other, personal_net=other, psi_net=other, local_teacher=more[0] if more else None,
+        helper_nets=more, helper_psi=[], personal=tiny_state(other))
+    if name == "baselines/fedloke.py":
+        w.optimizer = sgd(args, net, other)
+    elif name == "baselines/feddure.py":
+        w.coarse_optimizer = sgd(args, other, lr=args.coarse_lr)
+    elif name == "baselines/flexmatch.py":
+        longest = max(len(w.data.pool(client)) for client in range(len(w.data.labelled)))
+        w.curricula = module.Curricula(torch.full((len(w.data.labelled), longest), -1, dtype=torch.int16),
+                                       torch.zeros(len(w.data.labelled), 4))
+    elif getattr(args, "two_phase", False):
+        w.local_teacher, = tiny_nets(module, args, 1, seed=3)
+    return w
+
+
+def call(function, w, **more):
+    """The function, its arguments taken from the world by their names; `more` wins."""
+    given = vars(w) | more
+    return function(**{name: given[name] for name in inspect.signature(function).parameters})
+
+
+def update(w, **more):
+    """One client's local training: its Upload."""
+    two_phase = getattr(w.args, "two_phase", False)
+    return call(w.module.two_phase_update if two_phase else w.module.client_update, w, **more)
 
 
 def parameters(state):
@@ -62,14 +108,8 @@ def parameters(state):
     return {name: value for name, value in state.items() if "running" not in name and "tracked" not in name}
 
 
-def same_parameters(upload, received):
-    """Whether a local training left the model as it was, but for batch-norm statistics."""
-    sent, came = parameters(upload.state), parameters(received.state)
-    return all(torch.equal(value, came[name]) for name, value in sent.items())
-
-
-def metrics(module, upload):
-    return dict(zip(module.METRICS, upload.metrics.tolist()))
+def metrics(w, upload):
+    return dict(zip(w.module.METRICS, upload.metrics.tolist()))
 
 
 def one_class_labels(module, label, classes):
