@@ -18,8 +18,7 @@ import common
 import fedcopl
 
 ESTIMATE, ALLOCATE, SELECT, CLIP = (
-    np.load(GOLDEN / f"fedcopl_{name}.npz") for name in ("estimate", "allocate", "select", "prompted_clip")
-)
+    np.load(GOLDEN / f"fedcopl_{name}.npz") for name in ("estimate", "allocate", "select", "prompted_clip"))
 SCHEDULE = json.loads((GOLDEN / "fedcopl_schedule.json").read_text())
 
 
@@ -55,8 +54,7 @@ def test_learning_rate_of_the_official_program():
 
 
 @pytest.mark.parametrize(
-    "step, value", [(0, 0.1), (10, 0.090450850), (25, 0.05), (49, 9.8664e-5), (50, 0.1), (75, 0.05), (199, 9.8664e-5)]
-)
+    "step, value", [(0, 0.1), (10, 0.090450850), (25, 0.05), (49, 9.8664e-5), (50, 0.1), (75, 0.05), (199, 9.8664e-5)])
 def test_learning_rate_table(step, value):
     assert fedcopl.learning_rate(0.1, step // 10, step % 10, 10, 5) == pytest.approx(value, rel=1e-5)
 
@@ -223,17 +221,9 @@ def test_allocation_follows_the_clients():
     assert torch.equal(fedcopl.allocate(counts[order], 700, 1), fedcopl.allocate(counts, 700, 1)[order])
 
 
-@pytest.mark.parametrize(
-    "n_train, classes, clients, expected",
-    [
-        (3760, 47, 10, [2, 4, 6, 8]),
-        (6300, 45, 10, [4, 7, 11, 14]),
-        (5994, 200, 5, [2, 3, 5, 6]),
-        (7639, 101, 5, [4, 8, 12, 16]),
-        (50_000, 10, 10, [125, 250, 375, 500]),
-        (50_000, 100, 10, [13, 25, 38, 50]),
-    ],
-)
+@pytest.mark.parametrize("n_train, classes, clients, expected", [
+    (3760, 47, 10, [2, 4, 6, 8]), (6300, 45, 10, [4, 7, 11, 14]), (5994, 200, 5, [2, 3, 5, 6]),
+    (7639, 101, 5, [4, 8, 12, 16]), (50_000, 10, 10, [125, 250, 375, 500]), (50_000, 100, 10, [13, 25, 38, 50])])
 def test_capacity_of_a_class_that_nobody_predicts(n_train, classes, clients, expected):
     counts = torch.zeros(clients, classes).long()
     for others in (0, 17):  # whatever the other classes hold
@@ -388,11 +378,8 @@ def build(folder, name, config):
 
 
 GOLDEN_CONFIG = dict(
-    embed_dim=24,
-    quick_gelu=True,
-    vision_cfg=dict(layers=12, width=32, head_width=16, patch_size=8, image_size=32),
-    text_cfg=dict(context_length=77, vocab_size=49408, width=32, heads=2, layers=2),
-)
+    embed_dim=24, quick_gelu=True, vision_cfg=dict(layers=12, width=32, head_width=16, patch_size=8, image_size=32),
+    text_cfg=dict(context_length=77, vocab_size=49408, width=32, heads=2, layers=2))
 NAMES = [str(name) for name in CLIP["class_names"]]
 SPOKEN = [name.replace("_", " ") for name in NAMES]
 
@@ -417,8 +404,7 @@ def golden_clips(tmp_path_factory):
             models.append(model.to(dtype))
         stock = models[0].eval().requires_grad_(False)
         found[dtype] = SimpleNamespace(
-            stock=stock, tokenizer=tokenizer, ours=fedcopl.PromptedCLIP(models[1], tokenizer), dtype=dtype
-        )
+            stock=stock, tokenizer=tokenizer, ours=fedcopl.PromptedCLIP(models[1], tokenizer), dtype=dtype)
     return found
 
 
@@ -452,8 +438,7 @@ def test_reference_reproduces_the_official_figures(golden_clip):
     text = plain_clip.template_features(clip, tokenizer, [template.format(name) for name in SPOKEN])
     close(text, golden("zero_shot_text_features"), 1e-6)
     close(
-        plain_clip.image_features(clip, golden("images", dtype)), F.normalize(golden("plain_image_features_raw")), 1e-6
-    )
+        plain_clip.image_features(clip, golden("images", dtype)), F.normalize(golden("plain_image_features_raw")), 1e-6)
 
 
 def sentences(clip, names, n):
@@ -511,8 +496,7 @@ def test_official_two_updates(golden_clip):
         assert lr == pytest.approx(float(CLIP["step_lr"][step]), abs=1e-15)
         optimizer.param_groups[0]["lr"] = lr
         loss = F.cross_entropy(
-            prompted(golden_clip.ours, golden("images", dtype), SPOKEN, visual, text)[2], golden("labels")
-        )
+            prompted(golden_clip.ours, golden("images", dtype), SPOKEN, visual, text)[2], golden("labels"))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -559,8 +543,7 @@ SYLLABLES = ("ka", "lo", "mi", "tro", "shen", "vul", "pa", "rix", "du", "wem", "
 def class_names(count):
     """Names of one to four words, all different."""
     return [
-        " ".join(SYLLABLES[(i * 7 + j * 3 + i // 11) % 11] for j in range(i % 4 + 1)) + str(i) for i in range(count)
-    ]
+        " ".join(SYLLABLES[(i * 7 + j * 3 + i // 11) % 11] for j in range(i % 4 + 1)) + str(i) for i in range(count)]
 
 
 def both_ways(clip, batch, classes, visual_shape, n_text, seed=0):
@@ -903,16 +886,14 @@ def trained(clip, data, client, prompts, label, *flags, rnd=0, momentum=None):
     args = settings("--clients", 3, "--local-epochs", 3, "--batch-size", 20, "--refresh", 2, *flags)
     learned = fedcopl.Prompts(*(torch.nn.Parameter(torch.full_like(value[0], 7.0)) for value in prompts))
     optimizer = torch.optim.SGD(
-        [{"params": [value]} for value in learned], 0.1, args.momentum, weight_decay=args.weight_decay
-    )
+        [{"params": [value]} for value in learned], 0.1, args.momentum, weight_decay=args.weight_decay)
     if momentum is not None:
         for parameter in learned:
             optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, momentum)
     classes = len(clip.text.tail)
     labels = one_class_labels(fedcopl, label, classes)
     return fedcopl.client_update(
-        args, rnd, client, clip.ours, clip.text, data, prompts, labels, learned, optimizer
-    ), optimizer
+        args, rnd, client, clip.ours, clip.text, data, prompts, labels, learned, optimizer), optimizer
 
 
 @pytest.mark.parametrize("rnd", [0, 3])
@@ -956,8 +937,7 @@ def test_local_steps_keep_the_last_batch_and_use_no_other_image(single_clip):
     changed[others] = 255 - changed[others]
     label[data.train[0]], label[data.train[2]] = 0, 4
     same, _ = trained(
-        single_clip, data._replace(images=changed, labels=data.labels.flip(0)), 1, prompts, label, "--batch-size", 3
-    )
+        single_clip, data._replace(images=changed, labels=data.labels.flip(0)), 1, prompts, label, "--batch-size", 3)
     assert all(torch.equal(a, b) for a, b in zip(upload, same))
     changed[own[0]] = 255 - changed[own[0]]
     moved, _ = trained(single_clip, data._replace(images=changed), 1, prompts, label, "--batch-size", 3)
@@ -1064,8 +1044,7 @@ def test_reported_accuracy_is_the_mean_over_clients(scores, mean, pooled):
 
 def test_defaults_are_the_published_settings():
     published = dict(
-        clients=10, rounds=20, local_epochs=10, refresh=5, batch_size=64, lr=0.1, visual_lr=0.1, momentum=0.9
-    )
+        clients=10, rounds=20, local_epochs=10, refresh=5, batch_size=64, lr=0.1, visual_lr=0.1, momentum=0.9)
     published |= dict(weight_decay=0.05, text_prompts=16, visual_prompts=5, prompt_depth=None, prompt_std=0.02)
     published |= dict(conf_quantile=0.5, entropy_quantile=0.5, conf_filter=True, entropy_filter=True, allocation=True)
     published |= dict(beta=0.1, partition="dirichlet", split_seed=0, aggregate="visual", template="a photo of a {}")

@@ -1,4 +1,4 @@
-"""baselines/fedmatch.py: two parts of a weight, votes, helpers, sparse counts, bytes, odd clients, its limits."""
+"""baselines/fedmatch.py: two parts of a weight, votes, helpers, sparse counts, bytes, its limits."""
 
 import math
 from types import SimpleNamespace
@@ -9,100 +9,66 @@ import torch
 import torch.nn.functional as F
 from scripts import checkpoint, equal, n_bytes, rows
 from scripts import method as find_method
-from worlds import parameters, sgd, tiny_args, tiny_data, tiny_nets, tiny_state
+from worlds import sgd, tiny_nets, tiny_state, update, world
 
 import common
 from baselines import fedavg, fedmatch
 
-METHOD = find_method("baselines/fedmatch.py")
-SENT = 5e-5
-
-
-def train(out_dir, *flags, **kwargs):
-    """A run of few steps."""
-    return METHOD.train(out_dir, "--train-subset", 80, "--mu", 1, *flags, **kwargs)
-
-
-def world(n_labelled=5, n_unlabelled=20, **settings):
-    """One client's arguments of client_update: all by name, so that a test can change some."""
-    args = tiny_args(METHOD, **settings)
-    net, psi_net, *helper_nets = tiny_nets(fedmatch, args, 2 + args.helpers)
-    state = tiny_state(net)
-    state["bn1.running_mean"] += 0.1  # statistics that are not the initial ones
-    psi = {name: args.psi_factor * state[name] for name in fedmatch.decomposed(net)}
-    return SimpleNamespace(
-        args=args,
-        data=tiny_data(fedmatch, (n_labelled, n_unlabelled)),
-        received=fedmatch.Broadcast(state, psi),
-        helper_psi=[],
-        net=net,
-        psi_net=psi_net,
-        helper_nets=helper_nets,
-    )
-
-
-def update(w, rnd=2):
-    return fedmatch.client_update(w.args, rnd, 0, w.data, w.received, w.helper_psi, w.net, w.psi_net, w.helper_nets)
+NAME, SENT = "baselines/fedmatch.py", 5e-5
 
 
 def leaves(w):
     return {name: part.clone().requires_grad_() for name, part in w.received.psi.items()}
 
 
-def some_views(n, seed=0):
-    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+def some_views(n):
+    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def summed(w, sigma):
+    """A network whose weights are sigma and the world's psi, in training mode."""
+    net, = tiny_nets(fedmatch, w.args, 1)
+    net.load_state_dict(fedmatch.joint(sigma, w.received.psi))
+    return net
 
 
 # ---- the sum ------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("classes, entries", [(10, 1_224_896), (100, 1_247_936)])
 def test_decomposed_weights(classes, entries):
     net = fedmatch.ResNet8(classes)
     names = fedmatch.decomposed(net)
-    assert sum(net.state_dict()[name].numel() for name in names) == entries and len(names) == 10
-    assert not any("bn" in name or "bias" in name or name.startswith("downsample.1") for name in names)
-    assert {name for name, value in net.named_parameters() if value.ndim > 1} == set(names)
+    assert sum(net.state_dict()[name].numel() for name in names) == entries
+    assert {name for name, value in net.named_parameters() if value.ndim > 1} == set(names) and len(names) == 10
 
 
 def test_supervised_step_reaches_sigma_alone_and_computes_the_sum():
-    w = world()
-    psi, views, label = leaves(w), some_views(6), torch.tensor([0, 1, 2, 3, 0, 1])
-    w.net.train()
-    loss = fedmatch.supervised_loss(w.args, w.net, psi, views, label)
+    w, views, label = world(NAME), some_views(6), torch.tensor([0, 1, 2, 3, 0, 1])
+    psi, net = leaves(w), summed(w, tiny_state(w.net))
+    loss = fedmatch.supervised_loss(w.args, w.net.train(), psi, views, label)
     loss.backward()
     assert all(part.grad is None for part in psi.values())
-    assert all(value.grad is not None and value.grad.abs().sum() > 0 for value in w.net.parameters())
-    (summed,) = tiny_nets(fedmatch, w.args, 1)
-    summed.load_state_dict(fedmatch.joint(world().net.state_dict(), w.received.psi))
-    expected = F.cross_entropy(summed(views)[1], label)
+    expected = F.cross_entropy(net(views)[1], label)
     expected.backward()
     assert torch.allclose(loss, expected)
-    for (name, got), wanted in zip(w.net.named_parameters(), summed.parameters()):
-        assert torch.allclose(got.grad, wanted.grad, atol=1e-6), name
-    assert torch.equal(w.net.bn1.running_mean, summed.bn1.running_mean)  # it is the forward that counts
+    for (name, got), wanted in zip(w.net.named_parameters(), net.parameters()):
+        assert torch.allclose(got.grad, wanted.grad, atol=1e-6) and got.grad.any(), name
+    assert torch.equal(w.net.bn1.running_mean, net.bn1.running_mean)       # it is the forward that counts
 
 
 @pytest.mark.parametrize("n_helpers", [0, 1, 2])
 @pytest.mark.parametrize("threshold", [0.0, 0.41, 2.0])
 def test_unsupervised_step_reaches_psi_alone_and_follows_its_equation(n_helpers, threshold):
-    w = world(conf_threshold=threshold, lambda_i=0.7, lambda_a=0.6, lambda_1=0.01, lambda_2=0.02)
-    psi, views, helpers = (
-        leaves(w),
-        some_views(16),
-        [net.eval() for net in tiny_nets(fedmatch, w.args, n_helpers, seed=5)],
-    )
-    before = {name: value.clone() for name, value in w.net.state_dict().items()}
-    w.net.train()
-    loss, values = fedmatch.unsupervised_loss(w.args, w.net, w.psi_net.train(), psi, helpers, views)
+    w = world(NAME, conf_threshold=threshold, lambda_i=0.7, lambda_a=0.6, lambda_1=0.01, lambda_2=0.02)
+    psi, views, before = leaves(w), some_views(16), tiny_state(w.net)
+    helpers = [net.eval() for net in tiny_nets(fedmatch, w.args, n_helpers, seed=5)]
+    loss, values = fedmatch.unsupervised_loss(w.args, w.net.train(), w.psi_net.train(), psi, helpers, views)
     loss.backward()
     assert all(value.grad is None for net in (w.net, w.psi_net, *helpers) for value in net.parameters())
     assert all(part.grad.abs().sum() > 0 for part in psi.values())
-    assert equal(w.net.state_dict(), before)  # neither statistics nor counters
+    assert equal(w.net.state_dict(), before)                               # neither statistics nor counters
     # from the equation, one image after the other
-    (summed,) = tiny_nets(fedmatch, w.args, 1)
-    summed.load_state_dict(fedmatch.joint(before, w.received.psi))
-    prob = summed(views)[1].double().softmax(1).tolist()
+    prob = summed(w, before)(views)[1].double().softmax(1).tolist()
     asked = [helper(views[:8])[1].double().softmax(1).tolist() for helper in helpers]
     kl, cross_entropy, used, labels = 0.0, 0.0, [], []
     for i in range(8):
@@ -114,132 +80,95 @@ def test_unsupervised_step_reaches_psi_alone_and_follows_its_equation(n_helpers,
             cross_entropy -= math.log(prob[8 + i][labels[-1]])
             kl += sum(a * math.log(a / p) for answer in asked for a, p in zip(answer[i], prob[i])) / max(1, n_helpers)
     kept = max(1, sum(used))
-    penalty = sum(
-        0.01 * part.abs().sum() + 0.02 * (before[name] - part).square().sum() for name, part in w.received.psi.items()
-    ).item()
+    penalty = sum(0.01 * part.abs().sum() + 0.02 * (before[name] - part).square().sum()
+                  for name, part in w.received.psi.items()).item()
     assert values["used"].tolist() == used and values["pseudo_label"].tolist() == labels
     assert values["loss_unsup"].item() == pytest.approx(cross_entropy / kept, rel=1e-4)
     assert values["loss_helper"].item() == pytest.approx(kl / kept, rel=1e-4, abs=1e-9)
     assert loss.item() == pytest.approx(0.7 * kl / kept + 0.6 * cross_entropy / kept + penalty, rel=1e-4)
-    if threshold == 2:
-        assert values["loss_unsup"] == values["loss_helper"] == 0 and loss == values["loss_psi"]
-    if threshold == 0.41:
-        assert 0 < sum(used) < 8
-
-
-def test_penalty_where_the_parts_are_equal():
-    sigma = {"a": torch.randn(3, 4), "b": torch.randn(5)}
-    psi = {name: value.clone().requires_grad_() for name, value in sigma.items()}
-    loss = fedmatch.psi_penalty(psi, sigma, 0.0, 10.0)
-    loss.backward()
-    assert loss == 0 and all(part.grad.abs().sum() == 0 for part in psi.values())
-    ones = {"a": torch.ones(3, 4), "b": torch.full((5,), -1.0)}
-    zeros = {name: torch.zeros_like(part) for name, part in ones.items()}
-    assert fedmatch.psi_penalty(ones, zeros, 0.5, 10.0) == 17 * (0.5 + 10)
+    assert threshold < 2 or values["loss_unsup"] == values["loss_helper"] == 0 and loss == values["loss_psi"]
+    assert threshold != 0.41 or 0 < sum(used) < 8
 
 
 # ---- votes and helpers --------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    "own, helpers, winner", [(7, (2, 5), 2), (5, (2, 2), 2), (5, (5, 2), 5), (7, (), 7), (3, (9,), 3), (9, (3,), 3)]
-)
+@pytest.mark.parametrize("own, helpers, winner", [
+    (7, (2, 5), 2), (5, (2, 2), 2), (5, (5, 2), 5), (7, (), 7), (3, (9,), 3), (9, (3,), 3)])
 def test_vote(own, helpers, winner):
-    helper_prob = torch.zeros(len(helpers), 1, 10)
-    for helper, label in enumerate(helpers):
-        helper_prob[helper, 0, label] = 1
+    helper_prob = F.one_hot(torch.tensor(helpers, dtype=torch.int64).view(-1, 1), 10).float()
     assert fedmatch.vote(torch.tensor([own]), helper_prob).tolist() == [winner]
 
 
 def test_inter_client_loss_has_no_value_for_equal_answers_and_its_direction():
     gen = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 3, generator=gen, dtype=torch.float64, requires_grad=True)
-    used = torch.tensor([True, False, True, True, False])
-    same = logits.detach().softmax(1).expand(2, -1, -1)
+    used, same = torch.tensor([True, False, True, True, False]), logits.detach().softmax(1).expand(2, -1, -1)
     assert fedmatch.inter_client_loss(logits, same, used).item() == pytest.approx(0, abs=1e-12)
     helper_prob = torch.randn(2, 5, 3, generator=gen, dtype=torch.float64).softmax(2)
     fedmatch.inter_client_loss(logits, helper_prob, used).backward()
-    wanted = (logits.softmax(1) - helper_prob.mean(0)).detach() * used[:, None] / 3  # of KL(helper || model)
+    wanted = (logits.softmax(1) - helper_prob.mean(0)).detach() * used[:, None] / 3        # of KL(helper || model)
     assert torch.allclose(logits.grad, wanted)
-    sure = torch.tensor([[[1.0, 0, 0]]])  # a helper's 0 gives no NaN
+    sure = torch.tensor([[[1.0, 0, 0]]])                                   # a helper's 0 gives no NaN
     assert fedmatch.inter_client_loss(torch.zeros(1, 3), sure, torch.tensor([True])) == pytest.approx(math.log(3))
 
 
 def test_nearest_answers():
     gen = torch.Generator().manual_seed(0)
     answers = {str(client): torch.rand(4, generator=gen).softmax(0) for client in (3, 11, 0, 7, 5)}
-    answers["9"] = answers["3"].clone()  # the very same answer: near, yet another client
+    answers["9"] = answers["3"].clone()                                    # the very same answer, yet another client
     for client in answers:
         distance = {other: math.dist(answers[client].tolist(), answers[other].tolist()) for other in answers}
         del distance[client]
         assert fedmatch.nearest(int(client), answers, 3) == sorted(distance, key=distance.get)[:3]
     assert fedmatch.nearest(3, answers, 1) == ["9"] and len(fedmatch.nearest(3, answers, 99)) == 5
-    assert fedmatch.nearest(4, answers, 2) == []  # never trained
+    assert fedmatch.nearest(4, answers, 2) == []                           # never trained
     assert fedmatch.nearest(3, {"3": answers["3"]}, 2) == [] and fedmatch.nearest(3, {}, 2) == []
 
 
 def test_noise_image():
     image = fedmatch.noise_image(64, common.stream(1, "noise"))
     assert image.shape == (3, 64, 64) and image.min() >= 0 and image.max() <= 255
-    assert torch.equal(image, fedmatch.noise_image(64, common.stream(1, "noise")))
-    rng = np.random.default_rng(0)
-    plain = rng.normal(125, 125, 100_000)
+    plain = np.random.default_rng(0).normal(125, 125, 100_000)
     plain = plain[(plain >= 0) & (plain <= 255)]
     assert image.mean() == pytest.approx(plain.mean(), abs=2) and image.std() == pytest.approx(plain.std(), abs=2)
 
 
 def test_helpers_have_the_broadcast_sigma_and_statistics(monkeypatch):
-    w, asked = world(), []
-    w.helper_psi = [torch.full((sum(p.numel() for p in w.received.psi.values()),), value) for value in (0.5, 0.25)]
-    original = fedmatch.unsupervised_loss
+    w, asked, honest = world(NAME), [], fedmatch.unsupervised_loss
+    entries = sum(part.numel() for part in w.received.psi.values())
 
     def spy(args, net, psi_net, psi, helpers, views):
-        result = original(args, net, psi_net, psi, helpers, views)
-        asked.append([(helper.training, {n: v.clone() for n, v in helper.state_dict().items()}) for helper in helpers])
+        result = honest(args, net, psi_net, psi, helpers, views)
+        asked.append([(helper.training, tiny_state(helper)) for helper in helpers])
         return result
 
     monkeypatch.setattr(fedmatch, "unsupervised_loss", spy)
-    with_helpers = update(w)
+    with_helpers = update(w, helper_psi=[torch.full((entries,), value) for value in (0.5, 0.25)])
     for step in asked:
         for (training, state), value in zip(step, (0.5, 0.25), strict=True):
             expected = {n: v + value if n in w.received.psi else v for n, v in w.received.state.items()}
             assert not training and equal(state, expected)
-    w.helper_psi = w.helper_psi[:1]
-    asked.clear()
-    update(w)
-    assert all(len(step) == 1 for step in asked)
-    w.helper_psi = []
-    assert not equal(update(w).psi, with_helpers.psi)
+    assert not equal(update(w).psi, with_helpers.psi) and asked[-1] == []
 
 
 # ---- a client -----------------------------------------------------------------------------------------------------
 
-
 def test_without_psi_it_is_fedavg(monkeypatch):
     """psi = 0 and kept there, lambda_s = 1: FedAvg's labelled steps, then a mean that is uniform."""
-    w = world(psi_factor=0, lambda_s=1, lambda_i=0, lambda_a=0, lambda_1=0, lambda_2=0, local_epochs=2)
+    w = world(NAME, psi_factor=0, lambda_s=1, lambda_i=0, lambda_a=0, lambda_1=0, lambda_2=0, local_epochs=2)
     upload = update(w)
     assert not any(part.any() for part in upload.psi.values())
-
-    def batches(args, data, client, rng):
-        for _, batch in fedmatch.local_batches(args, data, client, rng):
-            yield batch.views[: len(batch.label)], batch.label
-
-    monkeypatch.setattr(fedavg, "local_batches", batches)
-    net = world().net
-    args = SimpleNamespace(**vars(w.args), prox_mu=0)
-    expected = fedavg.client_update(args, 2, 0, w.data, fedavg.Broadcast(w.received.state), net, sgd(w.args, net))
-    assert equal(upload.state, expected.state) and not equal(upload.state, w.received.state)
-    other = {name: value + 1 for name, value in upload.state.items()}
-    uploads = [upload, upload._replace(state=other, weight=torch.tensor(999.0, dtype=torch.float64))]
-    plain = [each._replace(weight=torch.tensor(1.0, dtype=torch.float64)) for each in uploads]
-    assert equal(fedmatch.server_update(w.received, uploads).state, fedavg.server_update(w.received, plain).state)
+    monkeypatch.setattr(fedavg, "local_batches", lambda *given: (
+        (batch.views[:len(batch.label)], batch.label) for _, batch in fedmatch.local_batches(*given)))
+    net, args = world(NAME).net, SimpleNamespace(**vars(w.args), prox_mu=0)
+    parent = fedavg.client_update(args, w.rnd, 0, w.data, fedavg.Broadcast(w.received.state), net, sgd(w.args, net))
+    assert equal(upload.state, parent.state) and not equal(upload.state, w.received.state)
 
 
 def test_without_labels_psi_alone_moves():
-    w = world(n_labelled=0)
+    w = world(NAME, (0, 20))
     upload = update(w)
-    assert equal(upload.state, w.received.state)  # batch-norm statistics too: they are the labelled images'
+    assert equal(upload.state, w.received.state)           # batch-norm statistics too: they are the labelled images'
     assert all(not torch.equal(part, w.received.psi[name]) for name, part in upload.psi.items())
 
 
@@ -256,12 +185,11 @@ def test_uniform_mean_of_both_parts_without_clients_that_could_not_train():
 
 def test_weight_decay_and_order_of_the_two_steps():
     """One step by hand: sigma first, decayed; then psi, not decayed, at the new sigma."""
-    w = world(batch_size=25, momentum=0, weight_decay=0.1, lambda_s=2, lr=0.05, conf_threshold=0)
-    upload, hand = update(w), world(batch_size=25, momentum=0, lambda_s=2, conf_threshold=0)
+    w = world(NAME, batch_size=25, momentum=0, weight_decay=0.1, lambda_s=2, lr=0.05, conf_threshold=0)
+    upload, hand, psi = update(w), world(NAME, conf_threshold=0), leaves(w)
     hand.net.load_state_dict(hand.received.state)
     hand.net.train()
-    _, batch = next(fedmatch.local_batches(w.args, w.data, 0, common.stream(w.args.seed, "client", 2, 0)))
-    psi = leaves(hand)
+    _, batch = next(fedmatch.local_batches(w.args, w.data, 0, common.stream(w.args.seed, "client", w.rnd, 0)))
     (2 * fedmatch.supervised_loss(hand.args, hand.net, psi, batch.views[:25], batch.label)).backward()
     with torch.no_grad():
         for value in hand.net.parameters():
@@ -273,20 +201,7 @@ def test_weight_decay_and_order_of_the_two_steps():
         assert torch.allclose(upload.psi[name], (part - 0.05 * part.grad).detach(), atol=1e-6), name
 
 
-def test_a_client_leaves_the_broadcast_alone_and_keeps_no_momentum():
-    w, before = world(), world()
-    first, again = update(w), update(w)
-    assert equal(w.received.state, before.received.state) and equal(w.received.psi, before.received.psi)
-    assert equal(first.state, again.state) and equal(first.psi, again.psi)
-    assert not equal(first.psi, w.received.psi)
-    assert not {v.data_ptr() for v in w.net.state_dict().values()} & {v.data_ptr() for v in first.state.values()}
-    still = update(world(lr=0))
-    assert equal(still.psi, w.received.psi)
-    assert equal(parameters(still.state), parameters(w.received.state))
-
-
 # ---- sparse counts, vectors ---------------------------------------------------------------------------------------
-
 
 def test_vectors_and_thresholds():
     psi = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor([5e-6, -6e-6, 0.0])}
@@ -304,9 +219,9 @@ def test_sparse_entries_against_a_slow_loop():
         sigma, psi = ({"w": 1e-4 * torch.randn(4, 5, generator=gen)} for _ in range(2))
         return kind({**sigma, "bn.running_mean": torch.randn(5, generator=gen)}, psi, *more)
 
-    sent, weights = message(fedmatch.Broadcast), (3.0, 0.0, 2.0)
-    uploads = [message(fedmatch.Upload, torch.tensor(weight), None) for weight in weights]
-    uploads[2] = uploads[2]._replace(state=sent.state)  # nothing of sigma changed
+    sent = message(fedmatch.Broadcast)
+    uploads = [message(fedmatch.Upload, torch.tensor(weight), None) for weight in (3.0, 0.0, 2.0)]
+    uploads[2] = uploads[2]._replace(state=sent.state)                     # nothing of sigma changed
     copies = {"4": 1e-4 * torch.randn(2, 20, generator=gen), "6": torch.randn(2, 20, generator=gen)}
     helpers = fedmatch.Helpers(1e-4 * torch.randn(3, 2, 20, generator=gen), None)
 
@@ -330,8 +245,8 @@ def test_sparse_entries_against_a_slow_loop():
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
 
-
 def test_helpers_bytes_and_what_the_server_keeps(tmp_path, monkeypatch):
+    """Also over a resume; the test set meets the sum, without small entries of psi."""
     calls, tested, client_update, evaluate = [], [], fedmatch.client_update, fedmatch.evaluate
 
     def spy(args, rnd, client, data, received, helper_psi, *networks):
@@ -340,39 +255,30 @@ def test_helpers_bytes_and_what_the_server_keeps(tmp_path, monkeypatch):
         return upload
 
     monkeypatch.setattr(fedmatch, "client_update", spy)
-    monkeypatch.setattr(
-        fedmatch, "evaluate", lambda net, state, *rest: tested.append(state) or evaluate(net, state, *rest)
-    )
-    flags = ["--helper-interval", 2, "--clients-per-round", 2, "--zero-threshold", 0.01]
-    train(tmp_path, *flags, "--rounds", 2)
-    folder = train(tmp_path, *flags, "--rounds", 4, "--resume")
-    first, end, helped = calls[0][2], checkpoint(folder), {1: 0, 2: 0, 3: 0, 4: 0}
+    monkeypatch.setattr(fedmatch, "evaluate", lambda *given: tested.append(given[1]) or evaluate(*given))
+    flags = "--train-subset 80 --mu 1 --helper-interval 2 --clients-per-round 2 --zero-threshold 0.01".split()
+    find_method(NAME).train(tmp_path, *flags, "--rounds", 2)
+    folder = find_method(NAME).train(tmp_path, *flags, "--rounds", 4, "--resume")
+    first, end, helped, copies = calls[0][2], checkpoint(folder), {1: 0, 2: 0, 3: 0, 4: 0}, {}
     assert all(torch.allclose(1.2 * first.state[n], first.state[n] + psi) for n, psi in first.psi.items())
-    entries = sum(psi.numel() for psi in first.psi.values())
-    size = n_bytes(first.state)
-    copies = {}
+    entries, size = sum(psi.numel() for psi in first.psi.values()), n_bytes(first.state)
     for number, (rnd, client, _, helper_psi, upload) in enumerate(calls):
         helped[rnd] += len(helper_psi)
         seen = {key: value for key, value in copies.items() if key != client}
         assert len(helper_psi) == (min(2, len(seen)) if rnd % 2 == 0 and client in copies else 0)
-        for psi in helper_psi:
-            assert any(torch.equal(psi, copy[1]) for copy in seen.values())
-        if number % 2:  # the server learns of a round's uploads at its end
-            for _, other, _, _, sent in calls[number - 1 : number + 1]:
+        assert all(any(torch.equal(psi, copy[1]) for copy in seen.values()) for psi in helper_psi)
+        if number % 2:                                     # the server learns of a round's uploads at its end
+            for _, other, _, _, sent in calls[number - 1:number + 1]:
                 copies[other] = torch.stack([fedmatch.to_vector(part, sent.psi) for part in (sent.state, sent.psi)])
     assert helped[4] and not helped[1] and not helped[3]
     assert equal(end["copies"], {str(client): copy for client, copy in copies.items()})
     assert end["answers"].keys() == end["copies"].keys()
     assert all(answer.sum() == pytest.approx(1) for answer in end["answers"].values())
     for row in rows(folder):
-        more = 4 * entries * helped[int(row["round"])]
-        assert (
-            int(row["bytes_up"]) == 2 * (size + 4 * entries)
-            and int(row["bytes_down"]) == 2 * (size + 4 * entries) + more
-        )
-        assert int(row["helpers"]) == helped[int(row["round"])] and (row["loss_helper"] == "") == (not more)
+        helpers, dense, rest = helped[int(row["round"])], 2 * (size + 4 * entries), 2 * (size - 4 * entries)
+        assert int(row["bytes_up"]) == dense and int(row["bytes_down"]) == dense + 4 * entries * helpers
+        assert int(row["helpers"]) == helpers and (row["loss_helper"] == "") == (not helpers)
         for way in ("up", "down"):
-            rest = 2 * (size - 4 * entries)
             assert rest < int(row[f"bytes_{way}_sparse"]) <= int(row[f"bytes_{way}"])
             assert (int(row[f"bytes_{way}_sparse"]) - rest) % 4 == 0
     zeroed = {name: torch.where(psi.abs() <= 0.01, 0, psi) for name, psi in end["psi"].items()}
@@ -380,18 +286,5 @@ def test_helpers_bytes_and_what_the_server_keeps(tmp_path, monkeypatch):
     assert not equal(tested[-1], fedmatch.joint(end["state"], end["psi"]))
 
 
-def test_no_helpers_is_a_setting(tmp_path):
-    folder = train(tmp_path, "--helpers", 0)
-    assert [(row["helpers"], row["loss_helper"]) for row in rows(folder)] == [("0", "")] * 2
-
-
-def test_clients_without_images_and_thresholds_at_their_ends(tmp_path):
-    flags = ["--partition", "dirichlet", "--alpha", 0.001, "--clients", 60, "--clients-per-round", 12, "--rounds", 1]
-    for row in rows(folder := train(tmp_path, *flags)):
-        assert int(row["clients_empty"]) > 0 and int(row["clients_trained"]) + int(row["clients_empty"]) == 12
-        assert len(checkpoint(folder)["copies"]) == int(row["clients_trained"])
-    for threshold, used in ((0, "100"), (1.5, "0")):
-        for row in rows(train(tmp_path, "--tau", threshold, "--rounds", 1, name=f"at{threshold}")):
-            assert row["pl_used_pct"] == used and (row["pl_used_acc_pct"] == "") == (row["loss_unsup"] == "0") == (
-                used == "0"
-            )
+def test_no_helpers_is_a_setting(run_once):
+    assert [(row["helpers"], row["loss_helper"]) for row in rows(run_once(NAME, "--helpers 0"))] == [("0", "")] * 2

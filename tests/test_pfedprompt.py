@@ -137,8 +137,8 @@ def federation(sizes, classes=5, ties=False):
 @pytest.mark.parametrize("shots", [0, 1, 3, 1000])
 def test_memory_has_the_most_confident_selected_images_of_each_class(shots, ties):
     data, labels, probs = federation((0, 1, 30, 80), ties=ties)
-    args = SimpleNamespace(clients=4, memory_shots=shots)
-    in_memory = pfedprompt.memorise(args, common.Ranks("cpu"), probs, labels, data)
+    args = SimpleNamespace(clients=4, memory_shots=shots, device="cpu", amp=None)
+    in_memory = pfedprompt.memorise(args, common.Ranks(args), probs, labels, data)
     expected = set()
     for own, prob in zip(data.train, probs):
         for c in range(5):
@@ -152,8 +152,8 @@ def test_memory_has_the_most_confident_selected_images_of_each_class(shots, ties
 
 def test_keys_are_features_and_values_candidates_in_equal_parts():
     data, labels, probs = federation((0, 1, 30, 80))
-    args = SimpleNamespace(clients=4, memory_shots=2)
-    in_memory = pfedprompt.memorise(args, common.Ranks("cpu"), probs, labels, data)
+    args = SimpleNamespace(clients=4, memory_shots=2, device="cpu", amp=None)
+    in_memory = pfedprompt.memorise(args, common.Ranks(args), probs, labels, data)
     sizes = set()
     for client, own in enumerate(data.train):
         memory = pfedprompt.memory_of(client, data, labels, in_memory)
@@ -173,7 +173,7 @@ def test_keys_are_features_and_values_candidates_in_equal_parts():
 
 def same_but_for_the_memory(ours, theirs):
     a, b = checkpoint(ours), checkpoint(theirs)
-    a.pop("settings"), b.pop("settings"), a.pop("in_memory")
+    del a["in_memory"]
     without = [{key: value for key, value in row.items() if key != "memory"} for row in rows(ours)]
     tables = [(folder / "pseudo_labels.csv").read_text() for folder in (ours, theirs)]
     return without == rows(theirs) and tables[0] == tables[1] and equal(a, b)

@@ -12,12 +12,7 @@ import torch
 from scripts import checkpoint, equal, labels_table, rows, same_run
 from scripts import method as find_method
 from test_fedcopl_maths import slow_selection
-from test_fedcopl_run import (
-    CLASSES,
-    CLIENTS,
-    WIDTH,
-    stock_clip,
-)
+from test_fedcopl_run import CLASSES, CLIENTS, WIDTH, stock_clip
 from worlds import one_class_labels
 
 import common
@@ -38,18 +33,15 @@ def reference():
 
 def plain_features(images):
     """Features of uint8 images by open_clip's own tower."""
-    stats = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
-    mean, deviation = (torch.tensor(value)[:, None, None] for value in stats)
-    return reference()[0].encode_image((images / 255 - mean) / deviation, normalize=True)
+    pixels = common.normalise(images, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
+    return reference()[0].encode_image(pixels, normalize=True)
 
 
 @lru_cache
 def digits():
     """The data of the short runs: Dataset, training and test images of each client."""
     data = common.load_dataset("digits", "data", 16, 200, clip=True)
-    labels = data.train_labels.numpy(), data.test_labels.numpy()
-    state = common.clip_random_state(CLASSES)
-    return data, *common.clip_partition(*labels, CLIENTS, 0.1, "dirichlet", state)
+    return data, *common.clip_partition(data.train_labels, data.test_labels, CLIENTS, 0.1)
 
 
 LOADED = promptfl.load_clip(*SHORT[SHORT.index("--model") + 1 :: 2])
@@ -66,7 +58,7 @@ class World:
 
     def __init__(self, sizes, *flags, test_sizes=None, names=NAMES):
         self.args = promptfl.parse_args([*SHORT, "--clients", str(len(sizes)), *map(str, flags)])
-        self.args.amp = False
+        self.ranks = common.Ranks(self.args)
         self.clip, side, self.stats, _ = LOADED
         self.zero_shot = self.clip.encode_text(self.clip.text_input([f"a photo of a {name}" for name in names], 0))
         self.text = self.clip.text_input([f"{name}." for name in names], self.args.text_prompts)
@@ -76,8 +68,7 @@ class World:
             images.append(torch.from_numpy(rng.integers(0, 256, (sum(counts), 3, side, side), dtype=np.uint8)))
             truth.append(torch.from_numpy(rng.integers(0, len(names), sum(counts))))
         self.source = SimpleNamespace(
-            train_images=images[0], test_images=images[1], train_labels=truth[0], test_labels=truth[1]
-        )
+            train_images=images[0], test_images=images[1], train_labels=truth[0], test_labels=truth[1])
         self.parts, self.side = parts, side
         self.data = self.encode(range(len(sizes)))
         first = 0.02 * torch.randn(self.args.text_prompts, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -85,8 +76,7 @@ class World:
 
     def encode(self, clients):
         return promptfl.encode_data(
-            self.clip, self.source, self.parts, clients, self.side, self.stats, torch.device("cpu")
-        )
+            self.clip, self.source, self.parts, clients, self.side, self.stats, torch.device("cpu"))
 
     def label(self, iteration=0):
         """Pseudo-labels of all clients."""
@@ -94,7 +84,7 @@ class World:
         if not promptfl.asks_zero_shot(self.args, iteration):
             words = self.clip.encode_text(self.text, self.prompts.text[0])
         probs = [promptfl.predict(self.clip, self.data.features[own], words) for own in self.data.train]
-        return promptfl.label_images(self.args, iteration, common.Ranks("cpu"), len(words), probs, self.data)[0]
+        return promptfl.label_images(self.args, iteration, self.ranks, len(words), probs, self.data)[0]
 
     def update(self, client, labels, rnd=0, momentum=None):
         """client_update of a client; momentum: what the optimiser holds before."""
@@ -103,8 +93,7 @@ class World:
         if momentum is not None:
             optimizer.state[learned.text]["momentum_buffer"] = torch.full_like(learned.text, momentum)
         return promptfl.client_update(
-            self.args, rnd, client, self.clip, self.text, self.data, self.prompts, labels, learned, optimizer
-        )
+            self.args, rnd, client, self.clip, self.text, self.data, self.prompts, labels, learned, optimizer)
 
     def round(self, iteration=0):
         """A whole round: labels, uploads, new prompts, the clients' scores."""
@@ -131,8 +120,7 @@ def close(value, expected, tolerance):
 def test_features_are_those_of_the_unprompted_tower():
     world = World((9, 0, 14, 300), test_sizes=(4, 3, 0, 2))
     for images, features in (
-        (world.source.train_images, world.data.features),
-        (world.source.test_images, world.data.test_features),
+        (world.source.train_images, world.data.features), (world.source.test_images, world.data.test_features),
     ):
         close(features, plain_features(images), 1e-5)
         direct = world.clip.encode_image(common.normalise(images[:7], *world.stats))
@@ -140,8 +128,7 @@ def test_features_are_those_of_the_unprompted_tower():
         assert not features.requires_grad
     some = world.encode([2])  # a rank has those of its own clients
     for features, alone, owned in (
-        (world.data.features, some.features, 0),
-        (world.data.test_features, some.test_features, 1),
+        (world.data.features, some.features, 0), (world.data.test_features, some.test_features, 1),
     ):
         own, others = world.parts[owned][2], np.concatenate([world.parts[owned][k] for k in (0, 1, 3)])
         close(alone[own], features[own], 1e-6)
@@ -154,19 +141,19 @@ def test_images_are_decoded_and_encoded_once(tmp_path, monkeypatch):
     """Also where they do not fit into memory, and the run is the same."""
     cached = train(tmp_path, "--refresh", 1, "--pseudo-labels", "ifpl", name="cached")
     taken, encoded = [], []
-    take, encode = common.take, promptfl.PromptedCLIP.encode_image
+    cache, prepare, encode = common.cache_images, common.Images.__getitem__, promptfl.PromptedCLIP.encode_image
 
-    def watched_take(images, index, device):
-        assert type(images) is common.LazyImages
-        taken.extend((id(images), int(i)) for i in index)
-        return take(images, index, device)
+    def watched_prepare(images, index):
+        if not isinstance(index, slice):                    # which are the fingerprint's
+            taken.extend((id(images), int(i)) for i in index)
+        return prepare(images, index)
 
     def watched_encode(clip, images):
         encoded.append(len(images))
         return encode(clip, images)
 
-    monkeypatch.setattr(common, "spare_memory_gb", lambda: 0)
-    monkeypatch.setattr(common, "take", watched_take)
+    monkeypatch.setattr(common, "cache_images", lambda data, _=None: cache(data, 0))
+    monkeypatch.setattr(common.Images, "__getitem__", watched_prepare)
     monkeypatch.setattr(promptfl.PromptedCLIP, "encode_image", watched_encode)
     lazy = train(tmp_path, "--refresh", 1, "--pseudo-labels", "ifpl", name="lazy")
     assert len(taken) == len(set(taken)) == 200 + 359
@@ -357,7 +344,7 @@ def test_bytes_of_the_published_model(kind, counts):
     uploads = [promptfl.Upload(text[0] + 1, torch.tensor(3.0), torch.ones(2)) for _ in range(10)]
     table = torch.ones(len(promptfl.LABEL_COLUMNS), 100).long()
     for rnd, refresh in ((0, True), (1, False), (4, False), (5, True)):
-        row = promptfl.round_row(args, rnd, (1.0, 1.0), uploads, promptfl.Prompts(text), table, sent, 1.0)
+        row = promptfl.round_row(args, rnd, (1.0, 1.0), uploads, promptfl.Prompts(text), table, sent)
         assert row["bytes_down"] == 10 * (32_768 + refresh * counts)
         assert row["bytes_up"] == 10 * (32_768 + refresh * (counts + 4))
 

@@ -233,10 +233,7 @@ def test_most_confident_of_each_class():
     label = torch.tensor([1, 0, 1, -1, 1, 0, -1])
     score = torch.tensor([0.5, 0.9, 0.7, 1.0, 0.7, 0.9, 0.99])
     for capacity, chosen in (
-        ((0, 0, 0), []),
-        ((1, 1, 9), [1, 2]),
-        ((5, 2, 0), [1, 2, 4, 5]),
-        ((2, 3, 1), [0, 1, 2, 4, 5]),
+        ((0, 0, 0), []), ((1, 1, 9), [1, 2]), ((5, 2, 0), [1, 2, 4, 5]), ((2, 3, 1), [0, 1, 2, 4, 5]),
     ):
         assert fedcopl.most_confident(label, score, torch.tensor(capacity)).nonzero()[:, 0].tolist() == chosen
     empty = fedcopl.most_confident(label[:0], score[:0], torch.tensor([1, 1]))
@@ -286,8 +283,7 @@ def test_fpl_selects_by_argmax_up_to_the_shots(kind, shots, iteration):
         expected = {int(i): -1 for i in own}
         for c in range(4):
             mine = sorted(
-                ((max(row), int(i)) for row, i in zip(prob.tolist(), own) if row.index(max(row)) == c), reverse=True
-            )
+                ((max(row), int(i)) for row, i in zip(prob.tolist(), own) if row.index(max(row)) == c), reverse=True)
             expected |= {i: c for _, i in mine[:most]}
         assert labels.pseudo_label[own].tolist() == [expected[int(i)] for i in own]
     chosen = labels.pseudo_label >= 0
@@ -345,24 +341,13 @@ def test_table_of_cpl_by_hand():
     assert [labels.pseudo_label[own].tolist() for own in owned] == [[0, 1, 2], [1, 0, -1, 2]]
     assert labels.candidate[owned[1]].long().tolist() == [[0, 1, 1], [1, 1, 0], [0, 0, 0], [0, 1, 1]]
     assert table == dict(
-        images=[1, 5, 1],
-        predicted=[2, 4, 1],
-        predicted_correct=[0, 3, 0],
-        estimated=[0, 0, 0],
-        capacity=[2, 2, 2],
-        selected=[2, 2, 2],
-        selected_correct=[0, 2, 1],
-        candidates_correct=[0, 4, 1],
-        candidates=[3, 6, 3],
-    )
+        images=[1, 5, 1], predicted=[2, 4, 1], predicted_correct=[0, 3, 0], estimated=[0, 0, 0], capacity=[2, 2, 2],
+        selected=[2, 2, 2], selected_correct=[0, 2, 1], candidates_correct=[0, 4, 1], candidates=[3, 6, 3])
     row = round_row(table, *flags)
     assert row["selected"] == 6 and row["set_size"] == 2
     for column, value in (
-        ("pl_acc_pct", 50),
-        ("set_recall_pct", 100 * 5 / 6),
-        ("pl_used_pct", 100 * 6 / 7),
-        ("pl_all_acc_pct", 100 * 3 / 7),
-        ("pl_gap_pct", 50 * (4 / 21 + 8 / 21 + 4 / 21)),
+        ("pl_acc_pct", 50), ("set_recall_pct", 100 * 5 / 6), ("pl_used_pct", 100 * 6 / 7),
+        ("pl_all_acc_pct", 100 * 3 / 7), ("pl_gap_pct", 50 * (4 / 21 + 8 / 21 + 4 / 21)),
     ):
         assert row[column] == pytest.approx(value), column
 
@@ -371,10 +356,9 @@ def round_row(table, *flags, rnd=0):
     args = settings("--clients", 2, *flags)
     prompts = fedcopl.Prompts(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 4))
     uploads = [
-        fedcopl.Upload(prompts.visual[k] + 1, prompts.text[k] + 1, torch.tensor(3.0), torch.ones(2)) for k in (0, 1)
-    ]
+        fedcopl.Upload(prompts.visual[k] + 1, prompts.text[k] + 1, torch.tensor(3.0), torch.ones(2)) for k in (0, 1)]
     table = torch.tensor(list(table.values()))
-    return fedcopl.round_row(args, rnd, (1.0, 1.0), uploads, prompts, table, 1000, 1.0)
+    return fedcopl.round_row(args, rnd, (1.0, 1.0), uploads, prompts, table, 1000)
 
 
 def test_table_of_fpl_by_hand_and_of_nothing_selected():
@@ -388,8 +372,7 @@ def test_table_of_fpl_by_hand_and_of_nothing_selected():
     assert row["pl_acc_pct"] == row["set_recall_pct"] == pytest.approx(100 / 3) and row["set_size"] == 1
     nothing = round_row({name: [0, 0, 0] for name in table} | {"images": table["images"]}, *flags)
     assert (
-        nothing["selected"] == 0 and nothing["set_size"] is nothing["set_recall_pct"] is nothing["pl_acc_pct"] is None
-    )
+        nothing["selected"] == 0 and nothing["set_size"] is nothing["set_recall_pct"] is nothing["pl_acc_pct"] is None)
 
 
 @pytest.mark.parametrize("kind, counts", [("fpl", 0), ("ifpl", 0), ("cpl", 0), ("copl", 4 * 3)])
@@ -457,8 +440,7 @@ def test_a_run_asks_the_right_model_and_logs_it(tmp_path, monkeypatch, flags):
 
 QUANTILES = dict(
     dtd=(0.75, 0.95), resisc45=(0.9, 0.97), cub=(0.75, 0.99), eurosat=(0.75, 0.8), flowers102=(0.6, 0.99),
-    cifar100=(0.9, 1 - 0.75 / 100), ucf101=(0.45, 1 - 0.5 / 100), cifar10=(0.75, 0.8), digits=(0.75, 0.8),
-)  # fmt: skip
+    cifar100=(0.9, 1 - 0.75 / 100), ucf101=(0.45, 1 - 0.5 / 100), cifar10=(0.75, 0.8), digits=(0.75, 0.8))
 
 
 @pytest.mark.parametrize("script", ["fedcopl.py", "baselines/promptfl.py"])

@@ -192,11 +192,11 @@ def test_contrastive_loss_against_a_loop():
 
 
 def test_share_takes_the_first_of_each_class():
-    labels = [1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 2]
-    assert common.first_of_each(labels, 0.4).tolist() == [0, 1, 2, 3, 4, 12]
-    assert common.first_of_each(torch.tensor(labels), 1).tolist() == list(range(13))
-    labels = np.repeat(np.arange(10), 100)
-    first = common.first_of_each(labels, 0.2).tolist()
+    labels = torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 2])
+    assert common.first_share(labels, 0.4).tolist() == [0, 1, 2, 3, 4, 12]
+    assert common.first_share(labels, 1).tolist() == list(range(13))
+    labels = torch.arange(10).repeat_interleave(100)
+    first = common.first_share(labels, 0.2).tolist()
     part = tiny_clip.biased_part(labels, 0.2, common.stream(0, "part"))
     assert set(part) < set(first) and len(set(part)) == len(part)
     assert sorted(np.bincount(labels[part])) == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
@@ -212,8 +212,7 @@ def test_model_sees_nothing_but_the_first_share(tmp_path):
             Image.new("L", (32, 32), 255).save(roots[1] / "train" / name / f"{i:02d}.png")
         Image.new("L", (32, 32), 255).save(roots[2] / "train" / name / "00.png")
     plain, rest, first = (
-        torch.load(tiny_clip.make(str(root), tmp_path, share=0.5, **QUICK)[1], weights_only=True) for root in roots
-    )
+        torch.load(tiny_clip.make(str(root), tmp_path, share=0.5, **QUICK)[1], weights_only=True) for root in roots)
     assert all(torch.equal(plain[name], rest[name]) for name in plain)
     assert not torch.equal(plain["visual.proj"], first["visual.proj"])
 
@@ -256,15 +255,10 @@ def test_mistakes_end_in_one_line(script, tmp_path):
     for flags, words in {
         ("--source", "glyfs"): ["--source glyfs", "cifar10", "folder"],
         ("--source", tmp_path / "missing"): [f"--source {tmp_path / 'missing'}"],
-        ("--source", tmp_path): [str(tmp_path), "train"],
-        ("--share", "0"): ["--share", "'0'"],
-        ("--share", "1.01"): ["--share"],
-        ("--steps", "0"): ["--steps"],
-        ("--lr", "nan"): ["--lr"],
-        ("--seed", "-1"): ["--seed"],
-        ("--batch-size", "1"): ["--batch-size"],
-        ("--data-dir", file): ["--data-dir", str(file)],
-        ("--device", "tpu"): ["--device tpu"],
+        ("--source", tmp_path): [str(tmp_path), "train"], ("--share", "0"): ["--share: 0 is"],
+        ("--share", "1.01"): ["--share"], ("--steps", "0"): ["--steps"], ("--lr", "nan"): ["--lr"],
+        ("--seed", "-1"): ["--seed"], ("--batch-size", "1"): ["--batch-size"],
+        ("--data-dir", file): ["--data-dir", str(file)], ("--device", "tpu"): ["--device tpu"],
     }.items():
         with pytest.raises(common.UserError) as caught:
             tiny_clip.main(["--steps", "1", *map(str, flags)])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scripts import UNSUPERVISED, checkpoint, equal, labels_table, rows
 from scripts import method as find_method
-from test_semi_supervised import check_rows, is_finite, leaves, parser_actions, spy, whole_state
+from test_semi_supervised import check, is_finite, leaves, spy
 
 import common
 
@@ -29,13 +29,7 @@ def prompts(folder, method):
 
 
 OF_THE_TRUTH = {
-    "test_acc_pct",
-    "client_acc_mean_pct",
-    "pooled_acc_pct",
-    "pl_acc_pct",
-    "pl_all_acc_pct",
-    "set_recall_pct",
-}
+    "test_acc_pct", "client_acc_mean_pct", "pooled_acc_pct", "pl_acc_pct", "pl_all_acc_pct", "set_recall_pct"}
 HIDDEN = {"predicted_correct", "selected_correct", "candidates_correct"}
 
 
@@ -51,7 +45,7 @@ def test_true_labels_reach_the_log_alone(method, tmp_path, monkeypatch, kind):
     honest = method.module.FederatedData
     monkeypatch.setattr(method.module, "FederatedData", lambda *given: scramble(honest(*given)))
     other = method.train(tmp_path, *flags, name="scrambled")
-    a, b = whole_state(plain), whole_state(other)
+    a, b = checkpoint(plain), checkpoint(other)
     for part in (a, b):
         del part["tables"], part["zero_shot"]  # figures for the log
     assert set(method.module.Prompts._fields) < set(a) and equal(a, b)
@@ -95,7 +89,7 @@ def test_clients_of_any_size(method, tmp_path, monkeypatch, kind):
         return upload
 
     monkeypatch.setattr(common, "clip_partition", resized)
-    spy(monkeypatch, method, remember)
+    spy(monkeypatch, method.module, remember)
     flags = ["--clients", len(SIZES), "--batch-size", 8, *KINDS[kind]]
     folder = method.train(tmp_path, *flags, "--refresh", 1, "--rounds", 2)
     assert len(seen) == 2 * len(SIZES) and all(steps == -(-weight // 8) for weight, steps in seen)
@@ -105,8 +99,7 @@ def test_clients_of_any_size(method, tmp_path, monkeypatch, kind):
         assert int(row["selected"]) == sum(weight for weight, _ in of_round)
         assert int(row["clients_trained"]) == sum(weight > 0 for weight, _ in of_round)
         assert int(row["clients_trained"]) + int(row["clients_empty"]) == len(SIZES)
-    assert is_finite(whole_state(folder))
-    check_rows(folder)
+    check(folder)
 
 
 @pytest.mark.parametrize("quantile", ["--conf-quantile", "--entropy-quantile"])
@@ -118,7 +111,7 @@ def test_nothing_selected_anywhere_keeps_the_prompts(method, tmp_path, quantile)
     for row in rows(two):
         assert row["clients_trained"] == row["selected"] == "0"
         assert row["loss_unsup"] == row["pl_acc_pct"] == row["set_size"] == ""
-    check_rows(two)
+    check(two)
 
 
 def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
@@ -139,9 +132,9 @@ def test_a_local_training_leaves_no_trace(method, tmp_path, monkeypatch):
         return first
 
     plain = method.train(tmp_path, "--rounds", 1, name="plain")
-    spy(monkeypatch, method, twice)
+    spy(monkeypatch, method.module, twice)
     spied = method.train(tmp_path, "--rounds", 1, name="spied")
-    assert len(kept) == 4 and equal(whole_state(spied), whole_state(plain))
+    assert len(kept) == 4 and equal(checkpoint(spied), checkpoint(plain))
     assert not equal(tuple(kept[0]), tuple(kept[1]))  # clients differ
 
 
@@ -215,22 +208,11 @@ FLAGS = [  # each pair of settings has to give different runs; one alone is comp
 ]
 OWN_FLAGS = {
     "baselines/pfedprompt.py": ["--memory-shots 1", "--memory-weight 3", "--memory-sharpness 1"],
-    "baselines/fedotp.py": [
-        "--ot sinkhorn",
-        "--ot-mass 0.5",
-        "--ot-eps 0.3",
-        "--ot-iterations 1",
-        "--ot-tolerance 1",
-    ],
+    "baselines/fedotp.py": ["--ot sinkhorn", "--ot-mass 0.5", "--ot-eps 0.3", "--ot-iterations 1", "--ot-tolerance 1"],
     "fedcopl.py": [
-        "--aggregate text",
-        "--visual-lr 0.05",
-        "--visual-prompts 3",
-        "--prompt-depth 1",
-        "--shared-momentum",
-    ],
+        "--aggregate text", "--visual-lr 0.05", "--visual-prompts 3", "--prompt-depth 1", "--shared-momentum"],
 }
-NOT_TRIED = {"help", "device", "out_dir", "run_name", "resume", "overwrite", "dataset", "data_dir", "rounds"}
+NOT_TRIED = {"device", "out_dir", "run_name", "resume", "dataset", "data_dir", "rounds"}
 NOT_TRIED |= {"model", "pretrained", "cache_gb", "ceiling"}  # change nothing here, see tests of their own
 
 
@@ -241,7 +223,7 @@ def test_every_flag_is_read(method, tmp_path):
     def run(flags):
         if flags not in done:
             folder = method.train(tmp_path, *flags.split(), name=f"run{len(done)}")
-            done[flags] = rows(folder), whole_state(folder)
+            done[flags] = rows(folder), checkpoint(folder)
         return done[flags]
 
     same, lines = [], FLAGS + OWN_FLAGS.get(method.name, [])
@@ -250,6 +232,6 @@ def test_every_flag_is_read(method, tmp_path):
         if equal(run(one.strip()), run(other.strip())):
             same.append(flags)
     assert same == []
-    known = {action.dest for action in parser_actions(method)} - NOT_TRIED
+    known = vars(method.module.parse_args(method.short)).keys() - NOT_TRIED
     tried = {word[2:].replace("-", "_") for flags in lines for word in flags.split() if word.startswith("--")}
     assert known <= {word.removeprefix("no_") for word in tried}

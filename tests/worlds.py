@@ -76,8 +76,8 @@ def world(name, *sizes, flags=(), **settings):
     w = SimpleNamespace(
         module=module, args=args, rnd=2, client=0, data=tiny_data(*sizes or [(5, 20)]), net=net,
         received=module.Broadcast(*map(sent.get, module.Broadcast._fields)), optimizer=sgd(args, net),
-        teacher=other, coarse=other, personal_net=other, psi_net=other, local_teacher=more[0] if more else None,
-        helper_nets=more, helper_psi=[], personal=tiny_state(other))
+        teacher=other, coarse=other, personal_net=other, psi_net=other, helper_nets=more, helper_psi=[],
+        personal=tiny_state(other))
     if name == "baselines/fedloke.py":
         w.optimizer = sgd(args, net, other)
     elif name == "baselines/feddure.py":
@@ -101,6 +101,25 @@ def update(w, **more):
     """One client's local training: its Upload."""
     two_phase = getattr(w.args, "two_phase", False)
     return call(w.module.two_phase_update if two_phase else w.module.client_update, w, **more)
+
+
+def step_of(w, n_lab=6, n_unl=12):
+    """local_loss on random views: (total, ..., values), and the views and labels it was given."""
+    torch.manual_seed(1)
+    both = 2 if w.module.__name__ == "baselines.fedloke" else 1            # two views of each labelled image
+    views, label = torch.randn(both * n_lab + 2 * n_unl, 3, 8, 8), torch.arange(n_lab) % 4
+    for net in (w.net, w.teacher):
+        if not net.training and not views.is_meta:                         # statistics of these views, scattered logits
+            for _ in range(20):
+                net.train()(views)
+            net.eval().classifier.weight.data *= 8
+    more = {"fine": None, "fine_optimizer": None, "ramp": 0.5, "threshold": torch.tensor([0, 0.6, 0.9, 0.99]),
+            "class_prior": torch.full((4,), 0.25), "prototype": torch.rand(4, 32),
+            "known": torch.ones(4, dtype=torch.bool), "pseudo_label": torch.arange(n_unl) % 4}
+    if w.module.__name__ == "baselines.feddure" and w.args.variant == "paper":
+        more["fine"] = w.module.FineRegulator(4)
+        more["fine_optimizer"] = torch.optim.Adam(more["fine"].parameters(), 1e-3)
+    return call(w.module.local_loss, w, views=views.requires_grad_(), label=label, **more), views, label
 
 
 def parameters(state):
