@@ -22,14 +22,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from PIL import Image, ImageOps
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torchvision.datasets import CIFAR10, CIFAR100, DTD, SVHN, EuroSAT, FashionMNIST, Flowers102
 from torchvision.datasets.folder import is_image_file
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
@@ -48,19 +50,20 @@ class Stopped(Exception):
     """The run cannot go on (a rank lost, the disk full, not finite): one line, exit status 1; what is saved stays."""
 
 
-def number(kind, low, high=math.inf, open_low=False, infinite=False):
-    """An argparse type: an int or float in [low, high], or (low, high] with open_low; infinite: or inf."""
+def number(kind, low, high=math.inf):
+    """An argparse type: a finite int or float in [low, high]."""
     def parse(text):
         value = kind(text)
-        inside = low <= value <= high and not math.isinf(value) and not (open_low and value == low)
-        if not inside and not (infinite and value == math.inf):
-            raise argparse.ArgumentTypeError(f"{text} is not in {'[('[open_low]}{low}, {high}{'])'[math.isinf(high)]}")
+        if not low <= value <= high or value == math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{low}, {high}{'])'[high == math.inf]}")
         return value
     parse.__name__ = kind.__name__                       # argparse says: invalid int value
     return parse
 
 
-concentration = number(float, 0.001, 1e6, infinite=True)     # of a Dirichlet distribution; inf is i.i.d.
+def concentration(text):
+    """An argparse type: of a Dirichlet distribution; inf is i.i.d."""
+    return math.inf if text == "inf" else number(float, 0.001, 1e6)(text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -105,7 +108,7 @@ class Parser(argparse.ArgumentParser):
             help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1; paper 0.1, 0.5, 1]")
         add("--partition", choices=("official", "dirichlet"), default="official",
             help="the published protocol of ProxyFL and SAGE, or a textbook draw over all clients [official]")
-        add("--label-ratio", type=number(float, 0, 1, open_low=True), default=0.1,
+        add("--label-ratio", type=number(float, 1e-9, 1), default=0.1,
             help="labelled share of each class; of 4,600 a class for SVHN, as the code [0.1; Table 6: 0.2]")
         add = self.optimiser.add_argument
         if "mu" in self.presets["digits"]:
@@ -160,23 +163,21 @@ def to_device(array, device):
 
 def launch(main):
     """Run a script's main() and turn its end into the exit status: 0, 1, 2 the user's mistake, 130 interrupted."""
-    def terminate(*_):
-        raise KeyboardInterrupt
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)                # ends as by Ctrl-C
     sys.stdout.reconfigure(errors="backslashreplace")    # an accent in a path must not end a run
-    status = 0
+    status, message = 0, ""
     try:
         main()
         sys.stdout.flush()
     except (UserError, Stopped, OSError) as error:
-        status = 2 if isinstance(error, UserError) else 1
-        # before they are connected, all ranks read the same flags and find the same mistake: one speaks
-        if dist.is_initialized() or os.environ.get("RANK", "0") == "0":
-            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        status, message = 2 if isinstance(error, UserError) else 1, f"error: {one_line(error)}"
         if isinstance(error, OSError):                   # standard output itself may be what cannot be written to
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except KeyboardInterrupt:
-        status = 130
+        status, message = 130, "stopped: where its run folder exists, the same command and --resume continue the run"
+    # before they are connected, all ranks read the same flags and find the same mistake: one speaks
+    if message and (dist.is_initialized() or os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ):
+        print(message, file=sys.stderr, flush=True)
     if dist.is_initialized() and status:
         os._exit(status)                                 # other ranks may be gone: leave without waiting for them
     sys.exit(status)
@@ -232,7 +233,7 @@ class Ranks:
         if self.world == 1:
             return results
         everyone = [None] * self.world if self.first else None
-        self._exchange(dist.gather_object, _to_cpu(results), everyone)
+        self._exchange(dist.gather_object, tree_map_only(torch.Tensor, torch.Tensor.cpu, results), everyone)
         if self.first:
             return [_like(everyone[i % self.world][i // self.world], results[0]) for i in range(total)]
 
@@ -240,7 +241,7 @@ class Ranks:
         """The value of rank 0 (a tensor, or a dict or NamedTuple of them) on every rank."""
         if self.world == 1:
             return value
-        box = [_to_cpu(value)]
+        box = [tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]
         self._exchange(dist.broadcast_object_list, box)
         return value if self.first else _like(box[0], value)
 
@@ -254,10 +255,6 @@ class Ranks:
         except RuntimeError as error:
             raise Stopped("another rank has ended or does not answer: continue with the same command and --resume "
                           f"({str(error).splitlines()[0][:120]})") from None
-
-
-def _to_cpu(value):
-    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def _like(value, model):
@@ -279,7 +276,7 @@ class Run:
     def __init__(self, args, ranks, free=()):
         self.path, self.ranks, self.script = Path(args.out_dir).expanduser() / args.run_name, ranks, Path(sys.argv[0])
         self.settings = {key: str(value) if value == math.inf else value for key, value in vars(args).items()}
-        self.rows, self.checkpoint, self.config, self.lock, self.extra = [], None, None, None, {}
+        self.rows, self.checkpoint, self.config, self.extra = [], None, None, {}
         if Path(args.run_name).name != args.run_name or args.run_name in (".", "..") or len(args.run_name) > 200:
             raise UserError(f"--run-name {args.run_name!r}: expected a plain folder name of at most 200 characters")
         check_writable(self.path, f"--out-dir {args.out_dir}")
@@ -299,7 +296,6 @@ class Run:
             changed = [] if len(changed) == 1 and now["rounds"] > then["rounds"] else changed
         if changed:
             raise UserError(f"--resume: {self.path} has other settings: {'; '.join(changed)} (--rounds alone may grow)")
-        self._lock()
         if file.exists():
             with blame(file):
                 self.checkpoint = torch.load(file, weights_only=True, map_location="cpu")
@@ -307,32 +303,24 @@ class Run:
         elif (self.path / "rounds.csv").exists():
             raise UserError(f"--resume: {self.path} has rounds, but its checkpoint.pt is missing")
 
-    def _lock(self):
-        """One process at a time writes here; the system takes the lock back however the process ends."""
-        if self.ranks.first and os.name != "nt":                     # Windows has no such lock
-            import fcntl
-            self.lock = os.open(self.path, os.O_RDONLY)
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(f"{self.path} is being written to by another process") from None
-
     def restore(self, fresh):
         """What the run begins with: `fresh`, a NamedTuple, or on a resume what the checkpoint has in its place."""
         return _like(type(fresh)(*map(self.checkpoint.get, fresh._fields)), fresh) if self.checkpoint else fresh
 
-    def start(self, class_names, counts, **facts):
-        """Make the folder, or continue it, and say what runs on what: `with run.start(...):`.
+    def start(self, class_names, owned, **facts):
+        """Make the folder, or continue it, and say what runs on what.
 
-        counts: {kind of images: (K, C) numbers of each client}. facts: what a resumed run must find unchanged.
+        owned: {kind of images: (labels, [indices of each client's])}. facts: what a resumed run must find unchanged.
         """
         if not self.ranks.first:
-            return self
+            return
         config = {"script": self.script.name, "settings": self.settings, **facts, **environment(self.ranks.device)}
         changed = [f"{key} {self.config.get(key)} -> {value}" for key, value in facts.items()
                    if self.config and self.config.get(key) != value]
         if changed:
             raise UserError(f"--resume: not what {self.path} began with: {'; '.join(changed)}")
+        counts = {kind: np.stack([np.bincount(labels[own], minlength=len(class_names)) for own in parts])
+                  for kind, (labels, parts) in owned.items()}               # (K, C) each
         if self.config:
             self._write("config.json", json.dumps(config, indent=1))
             self._write_rounds()
@@ -349,7 +337,6 @@ class Run:
             without = np.flatnonzero(own.sum(1) == 0)
             if len(without):
                 print(f"{len(without)} of {len(own)} clients own no {kind} image, the first is client {without[0]}")
-        return self
 
     def _make(self, config, class_names, counts):
         """The folder with its first files, complete or not at all: of two starts of one name one comes too late."""
@@ -358,14 +345,13 @@ class Run:
         columns |= {f"{kind}_{name}": own[:, c] for kind, own in counts.items() for c, name in enumerate(class_names)}
         try:
             self.path.mkdir(parents=True)
-            self._lock()
             self._write("config.json", json.dumps(config, indent=1))
             self.write_table("clients.csv", [{"client": client} | dict(zip(columns, numbers))
                                              for client, numbers in enumerate(zip(*columns.values()))])
-            for source in (self.script, Path(__file__)):             # the code as it ran
+            for source in (self.script, Path(__file__)):                    # the code as it ran
                 if source.suffix == ".py" and source.is_file():
                     shutil.copy(source, self.path)
-            os.rename(self.path, final)                              # fails where a folder holds anything
+            os.rename(self.path, final)                                     # fails where a folder holds anything
         except (OSError, Stopped) as error:
             shutil.rmtree(self.path, ignore_errors=True)
             if final.exists():
@@ -440,7 +426,7 @@ class Run:
 
     def _plot(self):
         """curves.png: shares, losses and drift over the rounds."""
-        from matplotlib.figure import Figure                         # a second to import, and only needed here
+        from matplotlib.figure import Figure                                # a second to import, and only needed here
         figure, file = Figure(figsize=(13, 4), layout="constrained"), io.BytesIO()
         for axes, (title, pattern) in zip(figure.subplots(1, 3), (
                 ("%", ".*_pct"), ("loss", "loss.*"), ("drift", "(drift|distance)_.*"))):
@@ -448,20 +434,10 @@ class Run:
                 values = [math.nan if row[name] is None else row[name] for row in self.rows]
                 axes.plot(range(1, len(values) + 1), values, label=name)
             axes.set(ylabel=title, xlabel="round", visible=bool(axes.lines))
-            axes.legend(fontsize="small")
+            if axes.lines:
+                axes.legend(fontsize="small")
         figure.savefig(file, format="png")
         self._write("curves.png", file.getvalue())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        """Say what is kept and how to go on where no error message does."""
-        if self.lock is not None:
-            os.close(self.lock)
-        if kind and not issubclass(kind, (UserError, Stopped)) and self.ranks.first:
-            print(f"stopped; {self.path} keeps {len(self.rows)} complete rounds: continue with the same command and "
-                  "--resume", file=sys.stderr)
 
 
 def check_writable(path, flag):
@@ -754,11 +730,6 @@ def channel_stats(images):
     return tuple(mean.tolist()), tuple(np.sqrt(share @ level ** 2 - mean ** 2).clip(min=1e-3).tolist())
 
 
-def count_classes(labels, parts, classes):
-    """How many images of each class each client owns, (K, C); labels (n,), one index array a client."""
-    return np.stack([np.bincount(np.asarray(labels)[part], minlength=classes) for part in parts])
-
-
 class FederatedData(NamedTuple):    # of a semi-supervised run, all clients' data; a client reads its own part
     images: torch.Tensor            # (n, 3, S, S) uint8 on the device
     labels: torch.Tensor            # (n,) true labels; those of unlabelled images reach the log alone
@@ -774,10 +745,10 @@ class FederatedData(NamedTuple):    # of a semi-supervised run, all clients' dat
         """Indices of the images that the client uses without labels: its labelled ones come last."""
         return np.concatenate([self.unlabelled[client], self.labelled[client]])
 
-    def counts(self):
-        """Labelled and unlabelled images of each client and class, for the run folder."""
-        return {kind: count_classes(self.labels.cpu(), getattr(self, kind), len(self.class_names))
-                for kind in ("labelled", "unlabelled")}
+    def owned(self):
+        """Labels and each client's images, for the run folder."""
+        labels = self.labels.cpu().numpy()
+        return {"labelled": (labels, self.labelled), "unlabelled": (labels, self.unlabelled)}
 
 
 def semi_supervised_data(args, device):
@@ -890,40 +861,35 @@ def clip_partition(train_labels, test_labels, clients, beta, kind="dirichlet", s
     members = [[np.flatnonzero(labels == c) for c in range(classes)] for labels in sets]
     if kind == "quantity":
         return quantity_shares(members, clients, random_state, shuffle)
-    if kind == "iid" or math.isinf(beta):                    # equal parts, made slightly uneven by the floats' rounding
-        parts = [[], []]
-        for of_class in zip(*members):
-            for part, images in zip(parts, of_class):
-                part.append(deal(random_state.permutation(images), np.full(clients, 1 / clients)))
-        owned = [_by_client(part) for part in parts]
-    else:
-        owned = skewed_shares(members, clients, beta, random_state)
+    owned = skewed_shares(members, clients, math.inf if kind == "iid" else beta, random_state)
     for of_client in zip(*owned):
         for images in of_client:
             random_state.shuffle(images)
     return owned
 
 
-def skewed_shares(members, clients, beta, random_state, least=10, tries=200):
+def skewed_shares(members, clients, beta, random_state, tries=200):
     """Each class is divided by one draw from Dir(beta, ..., beta) over the clients, the same for training and test.
 
     In either set a client that holds its even share already gets nothing more, so the two mixes can part. All is drawn
-    again until each client owns `least` training images (fewer if there are not enough); the published settings need
-    few tries. After `tries`, the largest client hands images to the smallest. The test set has no such condition.
+    again until each client owns 10 training images (fewer if there are not enough); the published settings need few
+    tries. After `tries`, the largest client hands images to the smallest. The test set has no such condition, and
+    neither has beta inf: equal parts of each class, made slightly uneven by the floats' rounding.
     """
+    even = math.isinf(beta)
     total = [sum(map(len, of_set)) for of_set in members]
-    least = min(least, total[0] // clients)
+    least = 0 if even else min(10, total[0] // clients)
     for _ in range(tries):
         parts, sizes = [[], []], np.zeros((2, clients))
         for of_class in zip(*members):
             of_class = [random_state.permutation(images) for images in of_class]
-            drawn = random_state.dirichlet(np.repeat(beta, clients))
+            drawn = np.full(clients, 1 / clients) if even else random_state.dirichlet(np.repeat(beta, clients))
             for k, images in enumerate(of_class):
-                room = sizes[k] < total[k] / clients
+                room = (sizes[k] < total[k] / clients) | even
                 share = drawn * room
                 if not share.sum() > 0:                      # beta so small that the draw is 0 or NaN there
                     share = np.eye(clients)[random_state.choice(np.flatnonzero(room) if room.any() else clients)]
-                parts[k].append(deal(images, share / share.sum()))
+                parts[k].append(deal(images, share if even else share / share.sum()))
                 sizes[k] += [len(images) for images in parts[k][-1]]
         if sizes[0].min() >= least:
             break
@@ -969,39 +935,24 @@ OPERATIONS = ("AutoContrast", "Brightness", "Color", "Contrast", "Equalize", "Id
 MAX_LEVEL = 10      # full strength, and m of RandAugment: the level itself is drawn from 1 .. m-1
 
 
-def draw_integer(draw, k):
-    """Uniform draw in [0, 1) -> int64 in 0 .. k-1. The clamp: a float64 draw just below 1 becomes 1 as a float32."""
-    return (draw * k).long().clamp(max=k - 1)
-
-
-def exact(integers):
-    """To float64, in which Pillow calculates; to float32 on MPS, which has no float64 (a few pixels then differ)."""
-    return integers.float() if integers.device.type == "mps" else integers.double()
-
-
-def gather_pixels(images, index):
-    """Pixel `index` (n, S, S) int64, counted row by row, of each image; the same one in all three channels."""
-    return images.flatten(2).gather(2, index.flatten(1)[:, None].expand(-1, 3, -1)).view(images.shape)
-
-
 def weak_view(images, draws, flip=True):
     """T_w: horizontal flip with p = 1/2 (if `flip`), reflect-pad by S // 8 (4 at S = 32), random S x S crop.
 
     images (n, 3, S, S) uint8, draws (n, 3) -> (n, 3, S, S) uint8. Shift s puts the crop's corner at s of the padded
     image, so s = S // 8 leaves the image where it is.
     """
-    side = images.shape[-1]
-    pad = side // 8
+    side, pad = images.shape[-1], images.shape[-1] // 8
     pixel = torch.arange(side, device=images.device)
 
     def source(draw):                                               # crop, then undo the padding: where pixel i is from
-        i = (pixel + draw_integer(draw, 2 * pad + 1)[:, None] - pad).abs()          # (n, S); -1 reflects to 1
+        i = (pixel + (draw * (2 * pad + 1)).long()[:, None] - pad).abs()            # (n, S); -1 reflects to 1
         return side - 1 - (side - 1 - i).abs()                                      # and S reflects to S - 2
 
     row, column = source(draws[:, 1]), source(draws[:, 2])
     if flip:
         column = torch.where(draws[:, :1] < 0.5, side - 1 - column, column)
-    return gather_pixels(images, row[:, :, None] * side + column[:, None, :])
+    index = (row[:, :, None] * side + column[:, None, :]).view(-1, 1, side * side)  # one for all three channels
+    return images.flatten(2).gather(2, index.expand(-1, 3, -1)).view(images.shape)
 
 
 def strong_view(images, draws, flip=True):
@@ -1012,23 +963,13 @@ def strong_view(images, draws, flip=True):
     """
     images = weak_view(images, draws[:, :WEAK_DRAWS], flip)
     for op_draw, level_draw, apply_draw, sign_draw in (draws[:, 3:7].unbind(1), draws[:, 7:11].unbind(1)):
-        op = draw_integer(op_draw, len(OPERATIONS)).masked_fill(apply_draw >= 0.5, OPERATIONS.index("Identity"))
-        level = 1 + draw_integer(level_draw, MAX_LEVEL - 1)
-        sign = 1 - 2 * (sign_draw < 0.5).long()
-        images = rand_augment_op(images, op, level, sign)
+        op = (op_draw * len(OPERATIONS)).long().masked_fill(apply_draw >= 0.5, OPERATIONS.index("Identity"))
+        level = 1 + (level_draw * (MAX_LEVEL - 1)).long()
+        chosen = {name: op == i for i, name in enumerate(OPERATIONS)}               # name -> (n,) bool
+        # Each image passes through all three families; in the two that are not its own it meets an identity.
+        images = lookup(enhance(images, chosen, level), chosen, level)
+        images = affine(images, chosen, level.where(sign_draw >= 0.5, -level))
     return cutout(images, draws[:, 11:13])
-
-
-def rand_augment_op(images, op, level, sign):
-    """Apply to each image its own operation: op (n,) int64 counts in OPERATIONS, level (n,) 1 .. 9, sign (n,) +-1.
-
-    Every image passes through all three families below; in the two that are not its own it meets an identity.
-    What a level means is from FixMatch's list of transformations; the arithmetic is Pillow's, rounding included.
-    """
-    chosen = {name: op == i for i, name in enumerate(OPERATIONS)}                   # name -> (n,) bool
-    images = enhance(images, chosen, level)
-    images = lookup(images, chosen, level)
-    return affine(images, chosen, level, sign)
 
 
 def enhance(images, chosen, level):
@@ -1048,8 +989,8 @@ def enhance(images, chosen, level):
     for name, levels in (("Color", grey[:, None]), ("Contrast", mean), ("Brightness", black)):
         degenerate = torch.where(chosen[name].view(-1, 1, 1, 1), levels.to(torch.uint8), degenerate)
         blends = blends | chosen[name]
-    # Integers, then float64, then float32: the float32 that Pillow has, so that its truncation falls on the same side
-    factor = (exact(9 * level + 5) * 0.01).float().masked_fill(~blends, 1).view(-1, 1, 1, 1)
+    # one division of whole numbers gives the float32 that Pillow has: its truncation falls on the same side
+    factor = ((9 * level + 5) / torch.full_like(level, 100)).masked_fill(~blends, 1).view(-1, 1, 1, 1)
     return (wide - degenerate).mul(factor).add_(degenerate).to(torch.uint8)         # a factor of 1 gives the image
 
 
@@ -1061,8 +1002,9 @@ def lookup(images, chosen, level):
     value = torch.arange(256, dtype=torch.int32, device=images.device)              # (256,), the identity's table
     level = level.int().view(-1, 1, 1)                                              # (n, 1, 1)
 
-    # AutoContrast: stretch low .. high to 0 .. 255. In float64 and in this order as Pillow, whose `high` may become 254
-    span = exact((high - low).clamp(min=1))
+    # AutoContrast: stretch low .. high to 0 .. 255. In float64 (which MPS lacks) and in this order as Pillow, whose
+    # `high` may become 254
+    span = (high - low).clamp(min=1).to(torch.float32 if images.device.type == "mps" else torch.float64)
     scale = torch.full_like(span, 255) / span
     stretched = (value * scale - low * scale).clamp(0, 255).int().where(high > low, value)
 
@@ -1083,32 +1025,31 @@ def lookup(images, chosen, level):
     return table.to(torch.uint8).gather(2, index).view(images.shape)
 
 
-def affine(images, chosen, level, sign):
-    """Rotate by 3 level degrees, ShearX/Y by 0.03 level, TranslateX/Y by 0.03 level S pixels (towards 0); black fill.
+@lru_cache
+def source_pixels(side, device):
+    """Where each geometric operation at each level takes its pixels from, as Pillow does: (5 * 19, S * S) int32.
 
-    Output pixel (row y, column x) shows the input pixel under its centre, in Pillow's 16.16 fixed point:
-    column = cos x + right y + column_0, row = down x + cos y + row_0.
+    Rows: Rotate by 3 level degrees, ShearX, ShearY by 0.03 level, TranslateX, TranslateY by 0.03 level S pixels (towards
+    0), each for levels -9 .. 9. Numbers count the pixels from 1, row by row; 0 is black.
     """
-    side = images.shape[-1]
-    step = exact(sign * level)                                                      # (n,), as all up to `fixed`
-    angle = chosen["Rotate"] * step * math.radians(-3)
-    shift = sign * (level * 3 * side // 100)
-    cos = angle.cos()
-    right = angle.sin() + chosen["ShearX"] * step * 0.03
-    down = -angle.sin() + chosen["ShearY"] * step * 0.03
-    origin = chosen["Rotate"] * (side / 2)                                          # shears keep the corner in place
-    column_0 = origin + (cos + right) * (0.5 - origin) + chosen["TranslateX"] * shift
-    row_0 = origin + (down + cos) * (0.5 - origin) + chosen["TranslateY"] * shift
+    numbers = Image.fromarray(np.arange(1, side * side + 1, dtype=np.int32).reshape(side, side))
+    levels = range(1 - MAX_LEVEL, MAX_LEVEL)
+    maps = [numbers.rotate(3 * level) for level in levels]
+    for place, step in ((1, 0.03), (3, 0.03), (2, None), (5, None)):        # of x = ax + by + c, y = dx + ey + f
+        for level in levels:
+            matrix = [1, 0, 0, 0, 1, 0]
+            matrix[place] = step * level if step else int(3 * level * side / 100)
+            maps.append(numbers.transform(numbers.size, Image.Transform.AFFINE, matrix))
+    return torch.from_numpy(np.stack(maps)).flatten(1).to(device)
 
-    fixed = torch.stack([cos, right, down, column_0, row_0]).mul(65536).add(0.5).floor().int()
-    cos, right, down, column_0, row_0 = fixed[:, :, None, None]                     # (n, 1, 1) each
-    x = torch.arange(side, dtype=torch.int32, device=images.device)
-    y = x[:, None]
-    column = (cos * x + column_0 + right * y) >> 16                                 # (n, S, S)
-    row = (cos * y + row_0 + down * x) >> 16
-    outside = (column < 0) | (column >= side) | (row < 0) | (row >= side)
-    index = row * side + column
-    return gather_pixels(images, index.masked_fill(outside, 0).long()).masked_fill(outside[:, None], 0)
+
+def affine(images, chosen, level):
+    """Rotate, ShearX/Y and TranslateX/Y by signed levels (n,), see source_pixels; level 0, the identity, for others."""
+    row = MAX_LEVEL - 1 + sum(chosen[name] * ((2 * MAX_LEVEL - 1) * place + level) for place, name in enumerate(
+        ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")))
+    index = source_pixels(images.shape[-1], images.device)[row].long()              # (n, S * S)
+    with_black = F.pad(images.flatten(2), (1, 0))                                   # (n, 3, 1 + S * S)
+    return with_black.gather(2, index[:, None].expand(-1, 3, -1)).view(images.shape)
 
 
 def cutout(images, draws):

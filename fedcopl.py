@@ -780,41 +780,40 @@ def main(argv=None):
             optimizer.load_state_dict(run.checkpoint["momentum"])
     sent = 4 * sum(getattr(prompts, name)[0].numel() for name in shared)
 
-    counts = {"train": common.count_classes(data.labels, data.train, classes),
-              "test": common.count_classes(data.test_labels, data.test, classes)}
-    with run.start(class_names, counts, **facts, model_fingerprint=model_fingerprint, image_side=side,
-                   trained_numbers=sum(value.numel() for value in learned)):
-        if not run.extra:
-            scores = ranks.gather([evaluate(client, clip, data, None, zero_shot) for client in mine], args.clients)
-            if ranks.first:
-                run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
+    owned = {"train": (data.labels, data.train), "test": (data.test_labels, data.test)}
+    run.start(class_names, owned, **facts, model_fingerprint=model_fingerprint, image_side=side,
+              trained_numbers=sum(value.numel() for value in learned))
+    if not run.extra:
+        scores = ranks.gather([evaluate(client, clip, data, None, zero_shot) for client in mine], args.clients)
         if ranks.first:
-            print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
-                  f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
-        for rnd in run.rounds():
-            rnd -= 1                                                       # schedule, streams and refreshes begin at 0
-            if rnd % args.refresh == 0:
-                iteration = rnd // args.refresh
-                if asks_zero_shot(args, iteration):
-                    probs = [predict(clip, data, data.images, data.train[client], None, zero_shot) for client in mine]
-                else:
-                    probs = [predict(clip, data, data.images, data.train[client], prompts.visual[client], words)
-                             for client, words in zip(mine, encode_texts(args, clip, text, prompts, mine))]
-                labels, table = label_images(args, iteration, ranks, classes, probs, data)
-                tables = torch.cat([tables, table[None]])
-            uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, labels, learned,
-                                                  optimizer) for client in mine], args.clients)
-            before = prompts
-            prompts = ranks.broadcast(server_update(prompts, uploads, shared) if ranks.first else prompts)
-            scores = [evaluate(client, clip, data, prompts.visual[client], words)
-                      for client, words in zip(mine, encode_texts(args, clip, text, prompts, mine))]
-            scores = ranks.gather(scores, args.clients)
-            if ranks.first:
-                run.write_table("pseudo_labels.csv", label_rows(args, tables, class_names))
-                momentum = optimizer.state_dict() if args.shared_momentum else None      # else of no use, see DIFF-4
-                run.save(round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent),
-                         prompts._asdict() | labels._asdict() | {"tables": tables, "zero_shot": run.extra,
-                                                                 "momentum": momentum})
+            run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
+    if ranks.first:
+        print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
+              f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
+    for rnd in run.rounds():
+        rnd -= 1                                                           # schedule, streams and refreshes begin at 0
+        if rnd % args.refresh == 0:
+            iteration = rnd // args.refresh
+            if asks_zero_shot(args, iteration):
+                probs = [predict(clip, data, data.images, data.train[client], None, zero_shot) for client in mine]
+            else:
+                probs = [predict(clip, data, data.images, data.train[client], prompts.visual[client], words)
+                         for client, words in zip(mine, encode_texts(args, clip, text, prompts, mine))]
+            labels, table = label_images(args, iteration, ranks, classes, probs, data)
+            tables = torch.cat([tables, table[None]])
+        uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, labels, learned,
+                                              optimizer) for client in mine], args.clients)
+        before = prompts
+        prompts = ranks.broadcast(server_update(prompts, uploads, shared) if ranks.first else prompts)
+        scores = [evaluate(client, clip, data, prompts.visual[client], words)
+                  for client, words in zip(mine, encode_texts(args, clip, text, prompts, mine))]
+        scores = ranks.gather(scores, args.clients)
+        if ranks.first:
+            run.write_table("pseudo_labels.csv", label_rows(args, tables, class_names))
+            momentum = optimizer.state_dict() if args.shared_momentum else None          # else of no use, see DIFF-4
+            run.save(round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent),
+                     prompts._asdict() | labels._asdict() | {"tables": tables, "zero_shot": run.extra,
+                                                             "momentum": momentum})
 
 
 def round_row(args, rnd, accuracy, uploads, before, table, sent):

@@ -561,19 +561,19 @@ def main(argv=None):
     message_bytes += 4 * classes if args.icpl and args.candidate_set == "prior" else 0
     absent = {} if args.icpl else dict.fromkeys(("loss_icpl", "set_recall_pct", "set_size"))
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():                                           # Algorithm 1
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            uploads = ranks.gather([client_update(args, rnd, client, data, received, net, teacher, optimizer)
-                                    for client in ranks.mine(selected)], len(selected))
-            if ranks.first:
-                received, gpt_losses = server_update(args, rnd, received, uploads)
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, test_stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
-                momentum = {"optimizer": optimizer.state_dict()} if args.shared_momentum else {}
-                run.save(row | absent | gpt_losses, received._asdict() | momentum)
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():                                               # Algorithm 1
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        uploads = ranks.gather([client_update(args, rnd, client, data, received, net, teacher, optimizer)
+                                for client in ranks.mine(selected)], len(selected))
+        if ranks.first:
+            received, gpt_losses = server_update(args, rnd, received, uploads)
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, test_stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+            momentum = {"optimizer": optimizer.state_dict()} if args.shared_momentum else {}
+            run.save(row | absent | gpt_losses, received._asdict() | momentum)
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

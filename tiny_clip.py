@@ -318,11 +318,11 @@ def parse_args(argv=None):
     add("--source", default="glyphs", help=f"what to learn from: glyphs, a data set ({', '.join(common.DATASETS)}) or "
         "a folder with {train,test}/<class>/* images (other images in it later: --overwrite)")
     add("--data-dir", default="data", help="where data sets are, and tiny_clip/ with the result")
-    add("--share", type=common.number(float, 0, 1, open_low=True), default=0.2,
+    add("--share", type=common.number(float, 1e-6, 1), default=0.2,
         help="share of each class's training images to learn from, the first ones; glyphs: not used")
     add("--steps", type=common.number(int, 1), help="batches to learn from; None: 300 for glyphs, 600 for images")
     add("--batch-size", type=common.number(int, 2), default=128, help="pairs of a batch")
-    add("--lr", type=common.number(float, 0, open_low=True), default=1e-3, help="largest step size of AdamW")
+    add("--lr", type=common.number(float, 1e-12), default=1e-3, help="largest step size of AdamW")
     add("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="of all random numbers")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     add("--overwrite", action=common.switch, default=False, help="make it again if it exists")

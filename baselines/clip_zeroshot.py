@@ -341,26 +341,25 @@ def main(argv=None):
     if run.checkpoint:                                                     # a finished run: its figures are shown
         run.extra = run.checkpoint["figures"]
 
-    owned = {"train": common.count_classes(data.labels, data.train, len(class_names)),
-             "test": common.count_classes(data.test_labels, data.test, len(class_names))}
-    with run.start(class_names, owned, **facts, model_fingerprint=model_fingerprint, image_side=side):
-        for _ in run.rounds():
-            classifiers = [open_clip.build_zero_shot_classifier(
-                clip, tokenizer, class_names, templates, device=device, use_tqdm=ranks.first and sys.stderr.isatty()
-                ) for templates in recipes.values()]
-            counts = ranks.gather([evaluate(client, clip, data, classifiers) for client in tqdm(
-                ranks.mine(range(args.clients)), unit="client", disable=None if ranks.first else True)], args.clients)
-            if ranks.first:
-                counts = torch.stack(counts)                               # (K, 1 + H, C)
-                images, *correct = counts.sum(2).unbind(1)                 # (K,) each
-                for kind, right in zip(("zeroshot", "ensemble"), correct):
-                    mean, pooled = accuracies(torch.stack([right, images], 1).unbind())
-                    run.extra |= {f"{kind}_client_mean_pct": mean, f"{kind}_pooled_pct": pooled}
-                run.write_table("accuracy_by_client.csv", accuracy_rows("client", range(args.clients), counts.sum(2).T))
-                run.write_table("accuracy_by_class.csv", accuracy_rows("class", class_names, counts.sum(0)))
-                run.save(round_row(run.extra), {"counts": counts, "figures": run.extra})
+    owned = {"train": (data.labels, data.train), "test": (data.test_labels, data.test)}
+    run.start(class_names, owned, **facts, model_fingerprint=model_fingerprint, image_side=side)
+    for _ in run.rounds():
+        classifiers = [open_clip.build_zero_shot_classifier(
+            clip, tokenizer, class_names, templates, device=device, use_tqdm=ranks.first and sys.stderr.isatty()
+            ) for templates in recipes.values()]
+        counts = ranks.gather([evaluate(client, clip, data, classifiers) for client in tqdm(
+            ranks.mine(range(args.clients)), unit="client", disable=None if ranks.first else True)], args.clients)
         if ranks.first:
-            print(*report(args, recipes, run.extra, clip.visual.preprocess_cfg), sep="\n")
+            counts = torch.stack(counts)                                   # (K, 1 + H, C)
+            images, *correct = counts.sum(2).unbind(1)                     # (K,) each
+            for kind, right in zip(("zeroshot", "ensemble"), correct):
+                mean, pooled = accuracies(torch.stack([right, images], 1).unbind())
+                run.extra |= {f"{kind}_client_mean_pct": mean, f"{kind}_pooled_pct": pooled}
+            run.write_table("accuracy_by_client.csv", accuracy_rows("client", range(args.clients), counts.sum(2).T))
+            run.write_table("accuracy_by_class.csv", accuracy_rows("class", class_names, counts.sum(0)))
+            run.save(round_row(run.extra), {"counts": counts, "figures": run.extra})
+    if ranks.first:
+        print(*report(args, recipes, run.extra, clip.visual.preprocess_cfg), sep="\n")
 
 
 # Differs from fedcopl.py: round_row, which has losses and pseudo-labels

@@ -240,18 +240,18 @@ def main(argv=None):
     received = run.restore(Broadcast({name: value.clone() for name, value in net.state_dict().items()}))
     message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())    # either way
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            uploads = ranks.gather([client_update(args, rnd, client, data, received, net, optimizer)
-                                    for client in ranks.mine(selected)], len(selected))
-            if ranks.first:
-                received = server_update(received, uploads)
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
-                run.save(row if args.prox_mu else row | {"loss_prox": None}, received._asdict())
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        uploads = ranks.gather([client_update(args, rnd, client, data, received, net, optimizer)
+                                for client in ranks.mine(selected)], len(selected))
+        if ranks.first:
+            received = server_update(received, uploads)
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+            run.save(row if args.prox_mu else row | {"loss_prox": None}, received._asdict())
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

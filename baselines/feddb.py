@@ -78,7 +78,7 @@ def parse_args(argv=None):
                         help="weight of the unlabelled loss [1, official code]")
     method.add_argument("--prior-momentum", type=number(float, 0, 1), default=0.5,
                         help="share of the old prior in each step's new one; 1 uploads APP-U [0.5, official code]")
-    method.add_argument("--prior-floor", type=number(float, 0, 1, open_low=True), default=1e-6,
+    method.add_argument("--prior-floor", type=number(float, 1e-12, 1), default=1e-6,
                         help="smallest prior to divide by; 1 leaves predictions as they are [1e-6, chosen]")
     method.add_argument("--exact-simplex", action=switch, default=False,
                         help="aggregation weights by the minimum on the simplex (DIFF-1) [off: the code's contraction]")
@@ -366,22 +366,22 @@ def main(argv=None):
     bytes_down = sum(value.numel() * value.element_size() for value in received.state.values())
     bytes_up = bytes_down + 4 * classes                                    # the prior
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            uploads = ranks.gather([client_update(args, rnd, client, data, received, net, optimizer)
-                                    for client in ranks.mine(selected)], len(selected))
-            if ranks.first:
-                received, weights = server_update(args, received, uploads)
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, bytes_up, bytes_down)
-                # A client finds out that it has nothing to train on when it has the model already.
-                row["bytes_down"] = bytes_down * sum(len(data.pool(client)) > 0 for client in selected)
-                row["weight_min"], row["weight_max"] = (
-                    (None, None) if weights is None else (weights.min().item(), weights.max().item()))
-                run.save(row, received._asdict())
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        uploads = ranks.gather([client_update(args, rnd, client, data, received, net, optimizer)
+                                for client in ranks.mine(selected)], len(selected))
+        if ranks.first:
+            received, weights = server_update(args, received, uploads)
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, bytes_up, bytes_down)
+            # A client finds out that it has nothing to train on when it has the model already.
+            row["bytes_down"] = bytes_down * sum(len(data.pool(client)) > 0 for client in selected)
+            row["weight_min"], row["weight_max"] = (
+                (None, None) if weights is None else (weights.min().item(), weights.max().item()))
+            run.save(row, received._asdict())
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

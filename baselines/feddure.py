@@ -477,18 +477,18 @@ def main(argv=None):
     message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())    # either way
     absent = {"loss_fine": None, "fine_weight": None} if args.variant == "official" else {}
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            uploads = ranks.gather([client_update(args, rnd, client, data, received, net, coarse, optimizer,
-                                                  coarse_optimizer) for client in ranks.mine(selected)], len(selected))
-            if ranks.first:
-                received = server_update(received, uploads)
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
-                run.save(row | absent, received._asdict())
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        uploads = ranks.gather([client_update(args, rnd, client, data, received, net, coarse, optimizer,
+                                              coarse_optimizer) for client in ranks.mine(selected)], len(selected))
+        if ranks.first:
+            received = server_update(received, uploads)
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+            run.save(row | absent, received._asdict())
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

@@ -563,20 +563,20 @@ def main(argv=None):
     message_bytes += 4 * classes if args.icpl else 0
     bytes_up = message_bytes + (4 if args.two_phase else 0)
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            uploads = ranks.gather([local_update(args, rnd, client, data, received, net, *teachers, optimizer)
-                                    for client in ranks.mine(selected)], len(selected))
-            if ranks.first:
-                received = server_update(args, rnd, received, uploads)
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
-                # Clients without images take no part; others do, also where nothing is labelled or kept and r is 0.
-                counted = [upload._replace(weight=len(data.pool(client))) for client, upload in zip(selected, uploads)]
-                row = common.log_row(METRICS, COLUMNS, counted, accuracy, bytes_up, message_bytes)
-                run.save(row if args.icpl else row | {"loss_icpl": None}, received._asdict())
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        uploads = ranks.gather([local_update(args, rnd, client, data, received, net, *teachers, optimizer)
+                                for client in ranks.mine(selected)], len(selected))
+        if ranks.first:
+            received = server_update(args, rnd, received, uploads)
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+            # Clients without images take no part; others do, also where nothing is labelled or kept and r is 0.
+            counted = [upload._replace(weight=len(data.pool(client))) for client, upload in zip(selected, uploads)]
+            row = common.log_row(METRICS, COLUMNS, counted, accuracy, bytes_up, message_bytes)
+            run.save(row if args.icpl else row | {"loss_icpl": None}, received._asdict())
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

@@ -363,25 +363,25 @@ def main(argv=None):
     personal = run.checkpoint["personal"] if run.checkpoint else {}
     message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())    # either way
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            newcomer = received.state if args.first_visit == "download" else initial
-            stacked = ranks.broadcast(stack_personal(personal, selected, newcomer, ranks.device))
-            uploads = ranks.gather([client_update(args, rnd, client, data, received,
-                                                  {name: value[place] for name, value in stacked.items()},
-                                                  net, personal_net, optimizer)
-                                    for place, client in ranks.mine(list(enumerate(selected)))], len(selected))
-            if ranks.first:
-                received = server_update(received, uploads)
-                for client, upload in zip(selected, uploads):
-                    if upload.weight > 0:
-                        personal[str(client)] = {name: value.cpu() for name, value in upload.personal.items()}
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
-                run.save(row, {**received._asdict(), "personal": personal})
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        newcomer = received.state if args.first_visit == "download" else initial
+        stacked = ranks.broadcast(stack_personal(personal, selected, newcomer, ranks.device))
+        uploads = ranks.gather([client_update(args, rnd, client, data, received,
+                                              {name: value[place] for name, value in stacked.items()},
+                                              net, personal_net, optimizer)
+                                for place, client in ranks.mine(list(enumerate(selected)))], len(selected))
+        if ranks.first:
+            received = server_update(received, uploads)
+            for client, upload in zip(selected, uploads):
+                if upload.weight > 0:
+                    personal[str(client)] = {name: value.cpu() for name, value in upload.personal.items()}
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+            run.save(row, {**received._asdict(), "personal": personal})
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

@@ -502,38 +502,38 @@ def main(argv=None):
     rest_bytes = sum(value.numel() * value.element_size() for value in received.state.values()) - 4 * entries
     message_bytes = rest_bytes + 2 * 4 * entries                           # either way, without helpers
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            helpers, helper_psi = None, [[] for _ in selected]
-            if args.helpers and rnd % args.helper_interval == 0:           # DIFF-1: every tenth round
-                # only rank 0 knows the clients' psi; the others' zeros give place to what it chose
-                helpers = ranks.broadcast(choose_helpers(args, selected, copies, answers, entries, ranks.device))
-                helper_psi = [[psi for psi, known in zip(*pair) if known]
-                              for pair in zip(helpers.psi, helpers.known.tolist())]
-            uploads = ranks.gather([client_update(args, rnd, client, data, received, helper_psi[place],
-                                                  net, psi_net, helper_nets)
-                                    for place, client in ranks.mine(list(enumerate(selected)))], len(selected))
-            if ranks.first:
-                sent, received = received, server_update(received, uploads)
-                sparse_up, sparse_down = sparse_entries(args, sent, helpers, copies, selected, uploads)
-                for client, upload in zip(selected, uploads):
-                    if upload.weight > 0:
-                        copies[str(client)] = torch.stack([to_vector(part, upload.psi)
-                                                           for part in (upload.state, upload.psi)]).cpu()
-                        answers[str(client)] = answer(net, joint(upload.state, upload.psi), noise, args.amp).cpu()
-                model = joint(received.state, without_small(received.psi, args.zero_threshold))
-                accuracy = evaluate(net, model, data.test_images, data.test_labels, data.stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
-                row["bytes_up_sparse"] = rest_bytes * row["clients_trained"] + 4 * sparse_up
-                row["bytes_down_sparse"] = rest_bytes * row["clients_trained"] + 4 * sparse_down
-                row["helpers"] = sum(map(len, helper_psi))
-                row["bytes_down"] += 4 * entries * row["helpers"]
-                if not row["helpers"]:
-                    row["loss_helper"] = None
-                run.save(row, {**received._asdict(), "copies": copies, "answers": answers})
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        helpers, helper_psi = None, [[] for _ in selected]
+        if args.helpers and rnd % args.helper_interval == 0:               # DIFF-1: every tenth round
+            # only rank 0 knows the clients' psi; the others' zeros give place to what it chose
+            helpers = ranks.broadcast(choose_helpers(args, selected, copies, answers, entries, ranks.device))
+            helper_psi = [[psi for psi, known in zip(*pair) if known]
+                          for pair in zip(helpers.psi, helpers.known.tolist())]
+        uploads = ranks.gather([client_update(args, rnd, client, data, received, helper_psi[place],
+                                              net, psi_net, helper_nets)
+                                for place, client in ranks.mine(list(enumerate(selected)))], len(selected))
+        if ranks.first:
+            sent, received = received, server_update(received, uploads)
+            sparse_up, sparse_down = sparse_entries(args, sent, helpers, copies, selected, uploads)
+            for client, upload in zip(selected, uploads):
+                if upload.weight > 0:
+                    copies[str(client)] = torch.stack([to_vector(part, upload.psi)
+                                                       for part in (upload.state, upload.psi)]).cpu()
+                    answers[str(client)] = answer(net, joint(upload.state, upload.psi), noise, args.amp).cpu()
+            model = joint(received.state, without_small(received.psi, args.zero_threshold))
+            accuracy = evaluate(net, model, data.test_images, data.test_labels, data.stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+            row["bytes_up_sparse"] = rest_bytes * row["clients_trained"] + 4 * sparse_up
+            row["bytes_down_sparse"] = rest_bytes * row["clients_trained"] + 4 * sparse_down
+            row["helpers"] = sum(map(len, helper_psi))
+            row["bytes_down"] += 4 * entries * row["helpers"]
+            if not row["helpers"]:
+                row["loss_helper"] = None
+            run.save(row, {**received._asdict(), "copies": copies, "answers": answers})
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

@@ -450,18 +450,18 @@ def main(argv=None):
     message_bytes += 4 * classes if args.icpl else 0
     absent = {name: None for name, wanted in (("loss_prox", args.prox_mu), ("loss_icpl", args.icpl)) if not wanted}
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            uploads = ranks.gather([client_update(args, rnd, client, data, received, net, teacher, optimizer)
-                                    for client in ranks.mine(selected)], len(selected))
-            if ranks.first:
-                received = server_update(args, rnd, received, uploads)
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
-                run.save(row | absent, received._asdict())
-            received = ranks.broadcast(received)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        uploads = ranks.gather([client_update(args, rnd, client, data, received, net, teacher, optimizer)
+                                for client in ranks.mine(selected)], len(selected))
+        if ranks.first:
+            received = server_update(args, rnd, received, uploads)
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+            run.save(row | absent, received._asdict())
+        received = ranks.broadcast(received)
 
 
 if __name__ == "__main__":

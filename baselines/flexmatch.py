@@ -365,20 +365,20 @@ def main(argv=None):
                                       torch.zeros(args.clients, classes)))
     message_bytes = sum(value.numel() * value.element_size() for value in received.state.values())    # either way
 
-    with run.start(data.class_names, data.counts(), **data.facts):
-        for rnd in run.rounds():
-            sampling = common.stream(args.seed, "sampling", rnd)
-            selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
-            uploads = ranks.gather([client_update(args, rnd, client, data, received, curricula, net, optimizer)
-                                    for client in ranks.mine(selected)], len(selected))
-            if ranks.first:
-                received = server_update(received, uploads)
-                curricula = keep_curricula(curricula, selected, uploads)
-                accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
-                row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
-                row["threshold_mean"] = mean_threshold(uploads, args.conf_threshold)
-                run.save(row, received._asdict() | curricula._asdict())
-            received, curricula = ranks.broadcast(received), ranks.broadcast(curricula)
+    run.start(data.class_names, data.owned(), **data.facts)
+    for rnd in run.rounds():
+        sampling = common.stream(args.seed, "sampling", rnd)
+        selected = sampling.choice(args.clients, args.clients_per_round, replace=False)
+        uploads = ranks.gather([client_update(args, rnd, client, data, received, curricula, net, optimizer)
+                                for client in ranks.mine(selected)], len(selected))
+        if ranks.first:
+            received = server_update(received, uploads)
+            curricula = keep_curricula(curricula, selected, uploads)
+            accuracy = evaluate(net, received.state, data.test_images, data.test_labels, data.stats, args.amp)
+            row = common.log_row(METRICS, COLUMNS, uploads, accuracy, message_bytes, message_bytes)
+            row["threshold_mean"] = mean_threshold(uploads, args.conf_threshold)
+            run.save(row, received._asdict() | curricula._asdict())
+        received, curricula = ranks.broadcast(received), ranks.broadcast(curricula)
 
 
 def mean_threshold(uploads, conf_threshold):

@@ -844,44 +844,43 @@ def main(argv=None):
         in_memory, tables, run.extra = map(run.checkpoint.get, ("in_memory", "tables", "zero_shot"))
     sent = 4 * sum(getattr(prompts, name)[0].numel() for name in SHARED)
 
-    counts = {"train": common.count_classes(data.labels, data.train, classes),
-              "test": common.count_classes(data.test_labels, data.test, classes)}
-    with run.start(class_names, counts, **facts, model_fingerprint=model_fingerprint, image_side=side,
-                   trained_numbers=sum(value.numel() for value in learned)):
-        if not run.extra:
-            scores = ranks.gather([evaluate(args, client, clip, data, zero_shot) for client in mine], args.clients)
-            if ranks.first:
-                run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
+    owned = {"train": (data.labels, data.train), "test": (data.test_labels, data.test)}
+    run.start(class_names, owned, **facts, model_fingerprint=model_fingerprint, image_side=side,
+              trained_numbers=sum(value.numel() for value in learned))
+    if not run.extra:
+        scores = ranks.gather([evaluate(args, client, clip, data, zero_shot) for client in mine], args.clients)
         if ranks.first:
-            print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
-                  f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
-        for rnd in run.rounds():
-            rnd -= 1                                                       # schedule, streams and refreshes begin at 0
-            if rnd % args.refresh == 0:
-                iteration = rnd // args.refresh
-                if asks_zero_shot(args, iteration):
-                    probs = [predict(args, clip, data.features[data.train[client]], zero_shot) for client in mine]
-                else:
-                    with torch.no_grad():
-                        words = clip.encode_text(text, prompts.text[0])
-                    probs = [predict(args, clip, data.features[data.train[client]], words,
-                                     memory_of(client, data, labels, in_memory)) for client in mine]
-                labels, table = label_images(args, iteration, ranks, classes, probs, data)
-                in_memory = memorise(args, ranks, probs, labels, data)
-                tables = torch.cat([tables, table[None]])
-            uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, labels, learned,
-                                                  optimizer) for client in mine], args.clients)
-            before = prompts
-            prompts = ranks.broadcast(server_update(prompts, uploads, SHARED) if ranks.first else prompts)
-            with torch.no_grad():
-                words = clip.encode_text(text, prompts.text[0])
-            scores = ranks.gather([evaluate(args, client, clip, data, words, memory_of(client, data, labels, in_memory))
-                                   for client in mine], args.clients)
-            if ranks.first:
-                row = round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent)
-                run.write_table("pseudo_labels.csv", label_rows(args, tables, class_names))
-                run.save(row | {"memory": int(in_memory.sum())}, prompts._asdict() | labels._asdict() | {
-                    "in_memory": in_memory, "tables": tables, "zero_shot": run.extra})
+            run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
+    if ranks.first:
+        print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
+              f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
+    for rnd in run.rounds():
+        rnd -= 1                                                           # schedule, streams and refreshes begin at 0
+        if rnd % args.refresh == 0:
+            iteration = rnd // args.refresh
+            if asks_zero_shot(args, iteration):
+                probs = [predict(args, clip, data.features[data.train[client]], zero_shot) for client in mine]
+            else:
+                with torch.no_grad():
+                    words = clip.encode_text(text, prompts.text[0])
+                probs = [predict(args, clip, data.features[data.train[client]], words,
+                                 memory_of(client, data, labels, in_memory)) for client in mine]
+            labels, table = label_images(args, iteration, ranks, classes, probs, data)
+            in_memory = memorise(args, ranks, probs, labels, data)
+            tables = torch.cat([tables, table[None]])
+        uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, labels, learned,
+                                              optimizer) for client in mine], args.clients)
+        before = prompts
+        prompts = ranks.broadcast(server_update(prompts, uploads, SHARED) if ranks.first else prompts)
+        with torch.no_grad():
+            words = clip.encode_text(text, prompts.text[0])
+        scores = ranks.gather([evaluate(args, client, clip, data, words, memory_of(client, data, labels, in_memory))
+                               for client in mine], args.clients)
+        if ranks.first:
+            row = round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent)
+            run.write_table("pseudo_labels.csv", label_rows(args, tables, class_names))
+            run.save(row | {"memory": int(in_memory.sum())}, prompts._asdict() | labels._asdict() | {
+                "in_memory": in_memory, "tables": tables, "zero_shot": run.extra})
 
 
 # Copied from fedcopl.py: round_row

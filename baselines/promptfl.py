@@ -782,37 +782,36 @@ def main(argv=None):
         tables, run.extra = run.checkpoint["tables"], run.checkpoint["zero_shot"]
     sent = 4 * sum(getattr(prompts, name)[0].numel() for name in SHARED)
 
-    counts = {"train": common.count_classes(data.labels, data.train, classes),
-              "test": common.count_classes(data.test_labels, data.test, classes)}
-    with run.start(class_names, counts, **facts, model_fingerprint=model_fingerprint, image_side=side,
-                   trained_numbers=sum(value.numel() for value in learned)):
-        if not run.extra:
-            scores = ranks.gather([evaluate(client, clip, data, zero_shot) for client in mine], args.clients)
-            if ranks.first:
-                run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
+    owned = {"train": (data.labels, data.train), "test": (data.test_labels, data.test)}
+    run.start(class_names, owned, **facts, model_fingerprint=model_fingerprint, image_side=side,
+              trained_numbers=sum(value.numel() for value in learned))
+    if not run.extra:
+        scores = ranks.gather([evaluate(client, clip, data, zero_shot) for client in mine], args.clients)
         if ranks.first:
-            print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
-                  f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
-        for rnd in run.rounds():
-            rnd -= 1                                                       # schedule, streams and refreshes begin at 0
-            if rnd % args.refresh == 0:
-                iteration = rnd // args.refresh
-                with torch.no_grad():
-                    words = zero_shot if asks_zero_shot(args, iteration) else clip.encode_text(text, prompts.text[0])
-                probs = [predict(clip, data.features[data.train[client]], words) for client in mine]
-                labels, table = label_images(args, iteration, ranks, classes, probs, data)
-                tables = torch.cat([tables, table[None]])
-            uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, labels, learned,
-                                                  optimizer) for client in mine], args.clients)
-            before = prompts
-            prompts = ranks.broadcast(server_update(prompts, uploads, SHARED) if ranks.first else prompts)
+            run.extra = dict(zip(("zeroshot_client_mean_pct", "zeroshot_pooled_pct"), accuracies(scores)))
+    if ranks.first:
+        print(f"zero-shot {args.template!r}: {run.extra['zeroshot_client_mean_pct']:.2f} % mean over clients, "
+              f"{run.extra['zeroshot_pooled_pct']:.2f} % of all test images")
+    for rnd in run.rounds():
+        rnd -= 1                                                           # schedule, streams and refreshes begin at 0
+        if rnd % args.refresh == 0:
+            iteration = rnd // args.refresh
             with torch.no_grad():
-                words = clip.encode_text(text, prompts.text[0])
-            scores = ranks.gather([evaluate(client, clip, data, words) for client in mine], args.clients)
-            if ranks.first:
-                row = round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent)
-                run.write_table("pseudo_labels.csv", label_rows(args, tables, class_names))
-                run.save(row, prompts._asdict() | labels._asdict() | {"tables": tables, "zero_shot": run.extra})
+                words = zero_shot if asks_zero_shot(args, iteration) else clip.encode_text(text, prompts.text[0])
+            probs = [predict(clip, data.features[data.train[client]], words) for client in mine]
+            labels, table = label_images(args, iteration, ranks, classes, probs, data)
+            tables = torch.cat([tables, table[None]])
+        uploads = ranks.gather([client_update(args, rnd, client, clip, text, data, prompts, labels, learned,
+                                              optimizer) for client in mine], args.clients)
+        before = prompts
+        prompts = ranks.broadcast(server_update(prompts, uploads, SHARED) if ranks.first else prompts)
+        with torch.no_grad():
+            words = clip.encode_text(text, prompts.text[0])
+        scores = ranks.gather([evaluate(client, clip, data, words) for client in mine], args.clients)
+        if ranks.first:
+            row = round_row(args, rnd, accuracies(scores), uploads, before, tables[-1], sent)
+            run.write_table("pseudo_labels.csv", label_rows(args, tables, class_names))
+            run.save(row, prompts._asdict() | labels._asdict() | {"tables": tables, "zero_shot": run.extra})
 
 
 # Copied from fedcopl.py: round_row
