@@ -542,12 +542,11 @@ def read_torchvision(name, root, download=False):
     """A data set of TORCHVISION in its official split; RuntimeError unless it is below root, whole and unharmed."""
     kind = TORCHVISION[name][0]
     if name == "eurosat":                                   # no official split: every fifth image of a class is test
-        whole = kind(root, download=download)
-        if len(whole.samples) != 27000:
-            raise RuntimeError(f"{len(whole.samples)} images, expected 27000")
-        rank = np.concatenate([np.arange(count) for count in np.bincount(whole.targets)])
-        return whole.classes, [tuple(zip(*(whole.samples[i] for i in np.flatnonzero(chosen))))
-                               for chosen in (rank % 5 != 4, rank % 5 == 4)]
+        whole = kind(root, download=download)               # and each class has a multiple of five
+        if len(whole) != 27000:
+            raise RuntimeError(f"{len(whole)} images, expected 27000")
+        train = [sample for i, sample in enumerate(whole.samples) if i % 5 != 4]
+        return whole.classes, [tuple(zip(*train)), tuple(zip(*whole.samples[4::5]))]
     if name in ("dtd", "flowers102"):                       # train and validation together are train
         train, val, test = (kind(root, split=split, download=download) for split in ("train", "val", "test"))
         train = train._image_files + val._image_files, train._labels + val._labels
@@ -635,20 +634,16 @@ class Images:
         if isinstance(item, np.ndarray):
             return self.view(Image.fromarray(item).convert("RGB"))
         with blame(item), Image.open(item) as image:
-            return self.view(to_rgb(ImageOps.exif_transpose(image)))
-
-
-def to_rgb(image):
-    """Any Pillow image as 8-bit RGB. Transparency is composited over white; 16-bit grey is scaled, 65535 to 255."""
-    if image.mode[0] in "IF":                               # Pillow's own conversion would clip: all above 255 white
-        grey = np.asarray(image)
-        if image.mode == "F" or grey.min() < 0 or grey.max() > 65535:
-            raise ValueError(f"pixels of mode {image.mode} without a known range")
-        image = Image.fromarray(((grey.astype(np.int64) + 128) // 257).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+            image = ImageOps.exif_transpose(image)
+            if image.mode[0] in "IF":                       # 16-bit grey; Pillow would clip it: all above 255 white
+                grey = np.asarray(image)
+                if image.mode == "F" or grey.min() < 0 or grey.max() > 65535:
+                    raise ValueError(f"pixels of mode {image.mode} without a known range")
+                image = Image.fromarray(((grey.astype(np.int64) + 128) // 257).astype(np.uint8))
+            if image.has_transparency_data:                 # over white
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return self.view(image.convert("RGB"))
 
 
 class Dataset(NamedTuple):
@@ -663,8 +658,7 @@ class Dataset(NamedTuple):
 def load_dataset(name, data_dir, side, train_subset=None, clip=False, skip_share=0.0, memory_gb=math.inf):
     """Read a data set from data_dir as square images of `side` pixels; clip: as CLIP has them, with words for names.
 
-    skip_share: leave out the first_share of each class's training images, before train_subset is taken. memory_gb: see
-    cache_images.
+    skip_share: leave out the first_share of the training images, before train_subset. memory_gb: see cache_images.
     """
     data_dir = Path(data_dir).expanduser().absolute()
     if data_dir.exists() and not data_dir.is_dir():
@@ -689,8 +683,9 @@ def cache_images(data, memory_gb=None):
     """The Dataset with its Images prepared, unless they need more GiB than this (None: than half of the memory)."""
     train, test = data.train_images, data.test_images
     if memory_gb is None:
-        pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2 ** 22      # of 4 KiB; else suppose 16 GiB
-        memory_gb = pages / 2 ** 19 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))        # the processes share it
+        memory_gb = 8 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))          # the processes share it
+        if hasattr(os, "sysconf"):                                          # not on Windows
+            memory_gb *= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 ** 34
     if (len(train) + len(test)) * math.prod(train.shape[1:]) > memory_gb * 2 ** 30:
         return data
     return data._replace(train_images=train[:], test_images=test[:])
@@ -724,8 +719,8 @@ def fingerprint(data):
 def channel_stats(images):
     """Mean and standard deviation of each channel of (N, 3, S, S) uint8 images, in 0..1, from their histograms."""
     level = np.arange(256) / 255
-    share = np.stack([np.bincount(images[:, channel].flatten().numpy(), minlength=256) for channel in range(3)])
-    share = share / images[:, 0].numel()
+    count = np.stack([np.bincount(images[:, channel].flatten().numpy(), minlength=256) for channel in range(3)])
+    share = count / images[:, 0].numel()
     mean = share @ level
     return tuple(mean.tolist()), tuple(np.sqrt(share @ level ** 2 - mean ** 2).clip(min=1e-3).tolist())
 
