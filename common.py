@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -134,9 +134,11 @@ class Parser(argparse.ArgumentParser):
                 setattr(args, name, default)
             elif value != default and name not in Run.FREE | {"dataset", "alpha", "beta", "seed", "rounds"}:
                 words.append(flag if value is True else f"no-{flag}" if value is False else f"{flag}-{value}")
-        name = re.sub(r"[^\w.+-]+", "-", "_".join(words))
-        tail = f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}" if len(name) > 200 else ""
-        args.run_name = args.run_name or name[:200 - len(tail)] + tail
+        text = "_".join(words)
+        name = re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII)
+        if name != text or len(name) > 200:              # what was lost still tells runs apart
+            name = f"{name[:190]}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        args.run_name = args.run_name or name
         if getattr(args, "clients_per_round", 0) > args.clients:
             self.error(f"--clients-per-round {args.clients_per_round} is more than --clients {args.clients}")
         if getattr(args, "image_size", 0) % 4:
@@ -277,8 +279,8 @@ class Run:
         self.path, self.ranks, self.script = Path(args.out_dir).expanduser() / args.run_name, ranks, Path(sys.argv[0])
         self.settings = {key: str(value) if value == math.inf else value for key, value in vars(args).items()}
         self.rows, self.checkpoint, self.config, self.extra = [], None, None, {}
-        if Path(args.run_name).name != args.run_name or args.run_name in (".", "..") or len(args.run_name) > 200:
-            raise UserError(f"--run-name {args.run_name!r}: expected a plain folder name of at most 200 characters")
+        if Path(args.run_name).name != args.run_name or args.run_name == ".." or len(os.fsencode(args.run_name)) > 200:
+            raise UserError(f"--run-name {args.run_name!r}: expected a plain folder name of at most 200 bytes")
         check_writable(self.path, f"--out-dir {args.out_dir}")
         if args.resume:
             self._read(self.FREE | {*free})
@@ -288,12 +290,13 @@ class Run:
     def _read(self, free):
         """Settings, rows and state of the run to be resumed; whatever is not its continuation is refused."""
         file, now = self.path / "checkpoint.pt", {"script": self.script.name} | self.settings
-        with blame(self.path / "config.json"):
+        with blame(f"{self.path / 'config.json'} for --resume"):
             self.config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             then = {"script": self.config["script"]} | self.config["settings"]
             changed = [f"--{key.replace('_', '-')} {then.get(key)} -> {now.get(key)}" for key in {**then, **now}
                        if key not in free and then.get(key) != now.get(key)]
             changed = [] if len(changed) == 1 and now["rounds"] > then["rounds"] else changed
+            changed = changed[:1] if then["script"] != now["script"] else changed
         if changed:
             raise UserError(f"--resume: {self.path} has other settings: {'; '.join(changed)} (--rounds alone may grow)")
         if file.exists():
@@ -343,6 +346,7 @@ class Run:
         final, self.path = self.path, self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
         columns = {kind: own.sum(1) for kind, own in counts.items()}
         columns |= {f"{kind}_{name}": own[:, c] for kind, own in counts.items() for c, name in enumerate(class_names)}
+        shutil.rmtree(self.path, ignore_errors=True)                        # of a dead process with the same number
         try:
             self.path.mkdir(parents=True)
             self._write("config.json", json.dumps(config, indent=1))
@@ -577,12 +581,8 @@ def find_data(name, data_dir):
     if name == "digits":
         return "embedded", *read_digits()
     for root in (data_dir, data_dir / name, data_dir.parent) if name in TORCHVISION else ():
-        try:
-            with blame(root):
-                return "original files", *read_torchvision(name, root)
-        except UserError as error:
-            if not isinstance(error.__cause__, RuntimeError):               # torchvision's word for: not there
-                raise
+        with blame(root), suppress(RuntimeError, FileNotFoundError):        # torchvision's words for: not there
+            return "original files", *read_torchvision(name, root)
     places = [data_dir] if name == "folder" else [data_dir / name, data_dir]
     for root in places:
         if (root / "train").is_dir() and (root / "test").is_dir():
@@ -595,9 +595,7 @@ def find_data(name, data_dir):
     try:
         return "original files", *read_torchvision(name, data_dir, download=True)
     except Exception as error:                              # no network, no space, no permission, wrong MD5 sum, ...
-        files = TORCHVISION[name][1]
-        missing = [file for file in files if not (data_dir / file).exists()] or files
-        wanted = " and ".join(f"{files[file]} as {data_dir / file}" for file in missing)
+        wanted = " and ".join(f"{address} as {data_dir / file}" for file, address in TORCHVISION[name][1].items())
         raise UserError(f"{name}: not found in {data_dir} and the download failed ({one_line(error)}); fetch {wanted} "
                         f"by hand, or put {tree}") from None
 

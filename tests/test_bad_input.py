@@ -234,8 +234,8 @@ def test_resume_refuses_other_data(any_method, tmp_path):
 
 VALUES = "0.5", "1", "3", "12", "16", "x {}"  # of numbers and texts
 NEED_OTHERS = set(  # not alone: they belong to a variant, a kind of pseudo-labels or a partition
-    "unlabelled_epochs conf_threshold fine_tune_epochs shuffle_classes shots intra_quantile inter_quantile conf_filter "
-    "entropy_filter conf_quantile entropy_quantile allocation budget unseen_classes ceiling".split())
+    "model unlabelled_epochs conf_threshold fine_tune_epochs shuffle_classes shots intra_quantile inter_quantile "
+    "conf_filter entropy_filter conf_quantile entropy_quantile allocation budget unseen_classes ceiling".split())
 
 
 def other_settings(method, *given):

@@ -15,7 +15,6 @@ import torch
 from scripts import ROOT, Method, Program, checkpoint, equal, load, mini_clip, rows
 from scripts import method as find_method
 from test_bad_input import complaint, write_tree
-from test_runs import put_alone
 
 import common
 import fedcopl
@@ -309,7 +308,9 @@ def test_published_figures_stand_beside_the_paper_s_setting_alone():
 
 def test_alone_in_an_empty_folder(tmp_path):
     """As a program, with all it says: settings, versions, tables, and each figure with its recipe."""
-    name = put_alone(METHOD, tmp_path)
+    for source in (METHOD.name, "common.py"):
+        shutil.copy(ROOT / source, tmp_path)
+    name = os.path.basename(METHOD.name)
     done = Program(tmp_path / name, *METHOD.short, "--ensemble", "simple", cwd=tmp_path, alone=True).wait()
     assert done.returncode == 0 and done.stderr == "", done.stderr
     folder = tmp_path / "runs" / "clip_zeroshot_digits_b0.1"

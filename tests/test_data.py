@@ -484,7 +484,7 @@ def test_cache_is_bounded_and_what_is_not_cached_is_not_read(tmp_path, monkeypat
         data = load_dataset("folder", tmp_path, 16, subset, memory_gb=images * image)
         assert isinstance(data.train_images, kind) and isinstance(data.test_images, kind)
     lazy = load_dataset("folder", tmp_path, 16, memory_gb=0)
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 8}.get)    # half of 8 pages of 4 KiB hold 16 images, not 24
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 8, "SC_PAGE_SIZE": 4096}.get)  # half of 8 pages of 4 KiB hold 16 images, not 24
     assert isinstance(common.cache_images(lazy).train_images, torch.Tensor)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")                     # two processes share them
     assert common.cache_images(lazy) is lazy

@@ -1,4 +1,4 @@
-"""Runs as a whole: determinism, the run folder, resume after a kill or a full disk, divergence, Ctrl-C, locks, names."""
+"""Runs as a whole: determinism, run folder, resume after a kill or a full disk, divergence, Ctrl-C, names."""
 
 import argparse
 import csv
@@ -20,7 +20,7 @@ import pytest
 import torch
 from scripts import HEADLINES, ROOT, SCRIPTS, UNSUPERVISED, Program, checkpoint, rows, same_run
 from scripts import method as find_method
-from test_bad_input import NEED_OTHERS, complaint, other_settings
+from test_bad_input import other_settings
 
 import common
 
@@ -163,7 +163,7 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_go_on(any_method, tmp_path,
     program.send_signal(how)
     done = program.wait(60)
     kept = checkpoint_rounds(tmp_path / "run")
-    assert done.returncode == 130 and "--resume" in done.stderr and f"keeps {kept} complete rounds" in done.stderr
+    assert done.returncode == 130 and "--resume" in done.stderr
     assert done.stderr.count("\n") == 1 and 1 <= kept < 500
 
 
@@ -178,7 +178,7 @@ def test_divergence_stops_with_one_line_and_status_1(any_method, tmp_path):
 
 def made_up_run(out_dir, rounds, **settings):
     """A Run of two clients without any training."""
-    args = argparse.Namespace(out_dir=out_dir, run_name="run", rounds=rounds, resume=False, device="cpu", amp=None)
+    args = argparse.Namespace(out_dir=str(out_dir), run_name="run", rounds=rounds, resume=False, device="cpu", amp=None)
     return common.Run(argparse.Namespace(**vars(args) | settings), common.Ranks(args))
 
 
@@ -186,10 +186,10 @@ def made_up_run(out_dir, rounds, **settings):
 def test_summary_and_last_line_of_twelve_rounds(tmp_path, capsys):
     """Final, best (the first of equals) and mean of the last ten by hand; curves of columns with gaps."""
     run, accuracy = made_up_run(tmp_path, 12, alpha=math.inf), [90, 10, 20, 30, 40, 50, 60, 70, 90, 80, 70, 61]
-    with run.start(["cat", "dog"], {"train": np.array([[3, 1], [0, 0]])}, fact="known"):
-        for rnd in run.rounds():
-            row = {"test_acc_pct": accuracy[rnd - 1], "loss_sup": None if rnd % 2 else 0.5, "loss_none": None}
-            run.save(row | {"bytes_up": rnd, "bytes_down": 2}, {"state": {"weight": torch.ones(2)}})
+    run.start(["cat", "dog"], {"train": (np.array([0, 1, 0, 0]), [np.arange(4), np.arange(0)])}, fact="known")
+    for rnd in run.rounds():
+        row = {"test_acc_pct": accuracy[rnd - 1], "loss_sup": None if rnd % 2 else 0.5, "loss_none": None}
+        run.save(row | {"bytes_up": rnd, "bytes_down": 2}, {"state": {"weight": torch.ones(2)}})
     said = capsys.readouterr().out
     assert "final 61.00 % | mean of the last 10 rounds 52.10 % | best on the test set, no headline: 90.00 %" in said
     assert "1 of 2 clients own no train image, the first is client 1" in said
@@ -209,10 +209,10 @@ def test_summary_and_last_line_of_twelve_rounds(tmp_path, capsys):
 def test_what_is_not_finite_is_never_saved(tmp_path, row, state):
     """Wherever it hides, the rounds before it are kept."""
     run, good = made_up_run(tmp_path, 3), {"test_acc_pct": 50.0, "bytes_up": 1, "bytes_down": 1}
+    run.start(["cat"], {"train": (np.zeros(1, int), [np.arange(1)])})
     with pytest.raises(common.Stopped, match="diverged in round 2.*not finite.*keeps 1 complete rounds"):
-        with run.start(["cat"], {"train": np.ones((1, 1), int)}):
-            for rnd in run.rounds():
-                run.save(good | row if rnd == 2 else good, state if rnd == 2 else {})
+        for rnd in run.rounds():
+            run.save(good | row if rnd == 2 else good, state if rnd == 2 else {})
     assert checkpoint_rounds(tmp_path / "run") == len(rows(tmp_path / "run")) == 1
 
 
@@ -286,7 +286,7 @@ def test_a_fresh_interpreter_that_spawns_and_prints_ascii(tmp_path, name):
     assert strict_json(tmp_path / "exécutions" / "été" / "summary.json")["finished"]
 
 
-# ---- names and locks ----------------------------------------------------------------------------------------------
+# ---- names --------------------------------------------------------------------------------------------------------
 
 def test_default_name_tells_runs_apart(method):
     """Fails when two settings that can give other figures get one name, or what changes none gives another name."""
@@ -329,25 +329,3 @@ def test_of_two_starts_of_one_name_the_second_is_refused(any_method, tmp_path, m
     with pytest.raises(common.UserError, match="another run of this name"):
         any_method.train(tmp_path)
     assert first == [everything(tmp_path)] and not list(tmp_path.glob(".*"))
-
-
-def test_a_running_program_holds_its_folder(any_method, tmp_path):
-    pytest.importorskip("fcntl")
-    program = any_method.start(tmp_path, "--rounds", 500, "--run-name", "run")
-    while not (tmp_path / "run" / "checkpoint.pt").exists():
-        time.sleep(0.02)
-        assert program.running
-    program.send_signal(signal.SIGSTOP)
-    before = everything(tmp_path)
-    try:
-        same = ["--rounds", 500, "--run-name", "run"]
-        assert "another process" in complaint(any_method, tmp_path, *same, "--resume")
-        assert "exists" in complaint(any_method, tmp_path, *same)
-        assert everything(tmp_path) == before
-    finally:
-        program.send_signal(signal.SIGCONT)
-        program.send_signal(signal.SIGKILL)
-        program.wait()
-    more = checkpoint_rounds(tmp_path / "run") + 1
-    with pytest.raises(common.UserError, match="--rounds 500 -> "):  # the lock went with the process
-        any_method.train(tmp_path, "--rounds", more, "--resume")
