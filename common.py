@@ -1,7 +1,6 @@
 """What every method script shares: command line, process ranks, run folder, data, partitions, augmentation.
 
-Nothing that a reader would look for in a paper stands here: losses, pseudo-labels, aggregation, the local loop and
-evaluation are in the method scripts.
+What a reader would look for in a paper is in the scripts: losses, pseudo-labels, the local loop, aggregation, evaluation.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def number(kind, low, high=math.inf):
 
 
 def concentration(text):
-    """An argparse type: of a Dirichlet distribution; inf is i.i.d."""
+    """An argparse type: the concentration of a Dirichlet distribution; inf is i.i.d."""
     return math.inf if text == "inf" else number(float, 0.001, 1e6)(text)
 
 
@@ -282,9 +281,10 @@ class Run:
         if Path(args.run_name).name != args.run_name or args.run_name == ".." or len(os.fsencode(args.run_name)) > 200:
             raise UserError(f"--run-name {args.run_name!r}: expected a plain folder name of at most 200 bytes")
         check_writable(self.path, f"--out-dir {args.out_dir}")
-        if args.resume:
+        begun = any(self.path.glob("[!.]*"))             # if not, nothing or what a kill or a full disk left of a start
+        if args.resume and (begun or not self.path.is_dir()):
             self._read(self.FREE | {*free})
-        elif self.path.exists():
+        elif self.path.exists() and not args.resume:
             raise UserError(f"{self.path} exists: continue it with --resume, choose another --run-name, or remove it")
 
     def _read(self, free):
@@ -293,12 +293,11 @@ class Run:
         with blame(f"{self.path / 'config.json'} for --resume"):
             self.config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             then = {"script": self.config["script"]} | self.config["settings"]
-            changed = [f"--{key.replace('_', '-')} {then.get(key)} -> {now.get(key)}" for key in {**then, **now}
-                       if key not in free and then.get(key) != now.get(key)]
-            changed = [] if len(changed) == 1 and now["rounds"] > then["rounds"] else changed
-            changed = changed[:1] if then["script"] != now["script"] else changed
+            names = ["script"] if then["script"] != now["script"] else {**then, **now}.keys() - free
+            changed = [f"--{name.replace('_', '-')} {then.get(name)} -> {now.get(name)}" for name in sorted(names)
+                       if then.get(name) != now.get(name) and not (name == "rounds" and now[name] > then[name])]
         if changed:
-            raise UserError(f"--resume: {self.path} has other settings: {'; '.join(changed)} (--rounds alone may grow)")
+            raise UserError(f"--resume: {self.path} has other settings: {'; '.join(changed)}; --rounds may grow")
         if file.exists():
             with blame(file):
                 self.checkpoint = torch.load(file, weights_only=True, map_location="cpu")
@@ -324,11 +323,19 @@ class Run:
             raise UserError(f"--resume: not what {self.path} began with: {'; '.join(changed)}")
         counts = {kind: np.stack([np.bincount(labels[own], minlength=len(class_names)) for own in parts])
                   for kind, (labels, parts) in owned.items()}               # (K, C) each
-        if self.config:
-            self._write("config.json", json.dumps(config, indent=1))
-            self._write_rounds()
-        else:
-            self._make(config, class_names, counts)
+        try:
+            self.path.mkdir(parents=True, exist_ok=self.settings["resume"])
+        except FileExistsError:                          # of two starts of one name the second to come here is refused
+            raise UserError(f"{self.path} exists: another run of this name has begun meanwhile") from None
+        self._write("config.json", json.dumps(config, indent=1))
+        columns = {kind: own.sum(1) for kind, own in counts.items()}
+        columns |= {f"{kind}_{name}": own[:, c] for kind, own in counts.items() for c, name in enumerate(class_names)}
+        self.write_table("clients.csv", [{"client": client} | dict(zip(columns, numbers))
+                                         for client, numbers in enumerate(zip(*columns.values()))])
+        for source in (self.script, Path(__file__)):     # the code as it ran
+            if source.suffix == ".py" and source.is_file():
+                self._write(source.name, source.read_bytes())
+        self._write_rounds()
         print(" ".join(f"{key}={value}" for key, value in self.settings.items()))
         print(*(f"{key} {config[key]}" for key in config if key != "settings"), f"ranks {self.ranks.world}", sep=" | ")
         few = len(class_names) <= 12
@@ -337,31 +344,8 @@ class Run:
             print(f"{client:6d}", *(f"{n.sum():5d}: " + " ".join(f"{k:4d}" for k in (n if few else [(n > 0).sum()]))
                                     for n in own), sep=" | ")
         for kind, own in counts.items():
-            without = np.flatnonzero(own.sum(1) == 0)
-            if len(without):
-                print(f"{len(without)} of {len(own)} clients own no {kind} image, the first is client {without[0]}")
-
-    def _make(self, config, class_names, counts):
-        """The folder with its first files, complete or not at all: of two starts of one name one comes too late."""
-        final, self.path = self.path, self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        columns = {kind: own.sum(1) for kind, own in counts.items()}
-        columns |= {f"{kind}_{name}": own[:, c] for kind, own in counts.items() for c, name in enumerate(class_names)}
-        shutil.rmtree(self.path, ignore_errors=True)                        # of a dead process with the same number
-        try:
-            self.path.mkdir(parents=True)
-            self._write("config.json", json.dumps(config, indent=1))
-            self.write_table("clients.csv", [{"client": client} | dict(zip(columns, numbers))
-                                             for client, numbers in enumerate(zip(*columns.values()))])
-            for source in (self.script, Path(__file__)):                    # the code as it ran
-                if source.suffix == ".py" and source.is_file():
-                    shutil.copy(source, self.path)
-            os.rename(self.path, final)                                     # fails where a folder holds anything
-        except (OSError, Stopped) as error:
-            shutil.rmtree(self.path, ignore_errors=True)
-            if final.exists():
-                raise UserError(f"{final} exists: another run of this name has begun meanwhile") from None
-            raise Stopped(f"cannot make {final} ({getattr(error, 'strerror', None) or error})") from None
-        self.path = final
+            if not own.sum(1).all():
+                print(f"{(own.sum(1) == 0).sum()} of {len(own)} clients own no {kind} image")
 
     def rounds(self):
         """The rounds still to do, each timed up to save(). Ends with curves.png and a summary."""
@@ -429,17 +413,15 @@ class Run:
                 "finished": len(accuracy) >= self.settings["rounds"], **self.extra}
 
     def _plot(self):
-        """curves.png: shares, losses and drift over the rounds."""
+        """curves.png: shares and losses over the rounds."""
         from matplotlib.figure import Figure                                # a second to import, and only needed here
-        figure, file = Figure(figsize=(13, 4), layout="constrained"), io.BytesIO()
-        for axes, (title, pattern) in zip(figure.subplots(1, 3), (
-                ("%", ".*_pct"), ("loss", "loss.*"), ("drift", "(drift|distance)_.*"))):
+        figure, file = Figure(figsize=(11, 4), layout="constrained"), io.BytesIO()
+        for axes, title, pattern in zip(figure.subplots(1, 2), ("%", "loss"), (".*_pct", "loss.*")):
             for name in filter(re.compile(pattern).fullmatch, self.rows[0]):
-                values = [math.nan if row[name] is None else row[name] for row in self.rows]
+                values = np.array([row[name] for row in self.rows], dtype=float)            # None becomes NaN: a gap
                 axes.plot(range(1, len(values) + 1), values, label=name)
-            axes.set(ylabel=title, xlabel="round", visible=bool(axes.lines))
-            if axes.lines:
-                axes.legend(fontsize="small")
+            axes.set(ylabel=title, xlabel="round")
+            axes.legend(fontsize="small")
         figure.savefig(file, format="png")
         self._write("curves.png", file.getvalue())
 
@@ -482,6 +464,7 @@ def log_row(names, columns, uploads, accuracy, bytes_up, bytes_down):
 # ---- Data: images into tensors ------------------------------------------------------------------------------------
 # torchvision reads, downloads and verifies what it knows, at its places below --data-dir. All else, and any of those
 # too, are image folders <data-dir>/<name>/{train,test}/<class>/*, see tools/layout_data.py. The digits are embedded.
+# A reader gives class names, and for train and test images, files or an array (n, H, W[, 3]), with their labels.
 
 DATASETS = {"digits": 10, "cifar10": 10, "cifar100": 100, "svhn": 10, "cinic10": 10, "fashionmnist": 10, "dtd": 47,
             "resisc45": 45, "cub": 200, "ucf101": 101, "eurosat": 10, "flowers102": 102, "folder": None}     # classes
@@ -530,8 +513,6 @@ def blame(path):
         advice = "" if getattr(error, "errno", None) else ": damaged, incomplete or not the expected content"
         raise UserError(f"cannot read {path} ({one_line(error)}){advice}") from error
 
-
-# The readers give class names, and train and test each as images, files or an array (n, H, W[, 3]), and labels.
 
 def read_digits():
     """scikit-learn's digits have no official split. Ours: sorted by class, every fifth image is test (1438 + 359)."""
@@ -605,7 +586,6 @@ class Images:
 
     source: files, or an array (N, H, W[, 3]) of uint8. Short side, then centre; clip: as open_clip prepares them.
     """
-
     dtype, device = torch.uint8, torch.device("cpu")
 
     def __init__(self, source, side, clip=False):
@@ -653,56 +633,50 @@ class Dataset(NamedTuple):
     source: str                     # where images and split are from: say it when you quote a result
 
 
-def load_dataset(name, data_dir, side, train_subset=None, clip=False, skip_share=0.0, memory_gb=math.inf):
-    """Read a data set from data_dir as square images of `side` pixels; clip: as CLIP has them, with words for names.
+def load_dataset(name, data_dir, side, train_subset=None, clip=False, skip_share=0.0):
+    """Find a data set; its images, squares of `side` pixels, are prepared when asked for, see cache_images.
 
-    skip_share: leave out the first_share of the training images, before train_subset. memory_gb: see cache_images.
+    clip: prepare them as CLIP has them, with words for class names. train_subset, skip_share: see chosen_images.
     """
     data_dir = Path(data_dir).expanduser().absolute()
     if data_dir.exists() and not data_dir.is_dir():
         raise UserError(f"--data-dir {data_dir}: is a file, not a folder")
     source, class_names, splits = find_data(name, data_dir)
     class_names = prompt_names(name, class_names) if clip else list(class_names)
-    labels, test_labels = (torch.as_tensor(np.array(labels, dtype=np.int64)) for _, labels in splits)
-    (images, _), (test_images, _) = splits
-    keep = torch.arange(len(labels))
-    if skip_share:
-        keep = keep[~torch.isin(keep, first_share(labels, skip_share))]
-    if train_subset is not None:
-        keep = keep[balanced_subset(labels[keep], class_names, train_subset)]
-    if len(labels[keep].unique()) < len(class_names):
-        raise UserError(f"--skip-share {skip_share}: leaves no training image of some class")
-    images = images[keep.numpy()] if isinstance(images, np.ndarray) else [images[i] for i in keep]
-    return cache_images(Dataset(Images(images, side, clip), labels[keep], Images(test_images, side, clip), test_labels,
-                                class_names, source), memory_gb)
+    (images, labels), (test_images, test_labels) = splits
+    labels, test_labels = (torch.as_tensor(part, dtype=torch.int64) for part in (labels, test_labels))
+    chosen = chosen_images(labels, class_names, train_subset, skip_share)
+    images = images[chosen.numpy()] if isinstance(images, np.ndarray) else [images[i] for i in chosen]
+    return Dataset(Images(images, side, clip), labels[chosen], Images(test_images, side, clip), test_labels,
+                   class_names, source)
+
+
+def chosen_images(labels, class_names, n=None, skip_share=0.0):
+    """Sorted indices of n training images: equally many of each class (the first take the remainder), evenly spaced.
+
+    n None: all. The first ceil(skip_share * size) of each class are left out before, as tiny_clip.py has seen them.
+    """
+    chosen = []
+    for label, name in enumerate(class_names):
+        own = (labels == label).nonzero().flatten()
+        own = own[math.ceil(skip_share * len(own) - 1e-9):]                 # 0.07 * 100 > 7 in floats
+        wanted = len(own) if n is None else n // len(class_names) + (label < n % len(class_names))
+        if not 1 <= wanted <= len(own):
+            flags = f"--train-subset {n}" if len(own) else f"--skip-share {skip_share}"
+            raise UserError(f"{flags}: {wanted} training images of class {name}, expected 1 to {len(own)}")
+        chosen.append(own[torch.arange(wanted) * len(own) // wanted])
+    return torch.cat(chosen).sort().values
 
 
 def cache_images(data, memory_gb=None):
     """The Dataset with its Images prepared, unless they need more GiB than this (None: than half of the memory)."""
+    if memory_gb is None:                                   # shared by all processes; not known on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2 ** 34
+        memory_gb = memory / 2 ** 31 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     train, test = data.train_images, data.test_images
-    if memory_gb is None:
-        memory_gb = 8 / int(os.environ.get("LOCAL_WORLD_SIZE", 1))          # the processes share it
-        if hasattr(os, "sysconf"):                                          # not on Windows
-            memory_gb *= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 ** 34
     if (len(train) + len(test)) * math.prod(train.shape[1:]) > memory_gb * 2 ** 30:
         return data
     return data._replace(train_images=train[:], test_images=test[:])
-
-
-def first_share(labels, share):
-    """Sorted indices of the first ceil(share * n) images of each class of n."""
-    members = [(labels == label).nonzero().flatten() for label in labels.unique()]
-    return torch.cat([own[:math.ceil(share * len(own) - 1e-9)] for own in members]).sort().values   # 0.07 * 100 > 7
-
-
-def balanced_subset(labels, class_names, n):
-    """Sorted indices of n images, equally many of each class (the first classes take the remainder), evenly spaced."""
-    members = [(labels == label).nonzero().flatten() for label in range(len(class_names))]
-    share = [n // len(members) + (label < n % len(members)) for label in range(len(members))]
-    for name, own, wanted in zip(class_names, members, share):
-        if not 1 <= wanted <= len(own):
-            raise UserError(f"--train-subset {n}: {wanted} images of class {name}, expected 1 to {len(own)}")
-    return torch.cat([own[torch.arange(k) * len(own) // k] for own, k in zip(members, share)]).sort().values
 
 
 def fingerprint(data):
@@ -716,9 +690,8 @@ def fingerprint(data):
 
 def channel_stats(images):
     """Mean and standard deviation of each channel of (N, 3, S, S) uint8 images, in 0..1, from their histograms."""
-    level = np.arange(256) / 255
     count = np.stack([np.bincount(images[:, channel].flatten().numpy(), minlength=256) for channel in range(3)])
-    share = count / images[:, 0].numel()
+    share, level = count / images[:, 0].numel(), np.arange(256) / 255
     mean = share @ level
     return tuple(mean.tolist()), tuple(np.sqrt(share @ level ** 2 - mean ** 2).clip(min=1e-3).tolist())
 
@@ -747,6 +720,7 @@ class FederatedData(NamedTuple):    # of a semi-supervised run, all clients' dat
 def semi_supervised_data(args, device):
     """Load, split and place the data of a semi-supervised run."""
     data = load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
+    data = cache_images(data, math.inf)
     labels = data.train_labels.numpy()
     per_class = np.bincount(labels, minlength=len(data.class_names))
     if args.dataset == "svhn" and per_class.min() >= 4600:
@@ -761,12 +735,11 @@ def semi_supervised_data(args, device):
 # ---- Partitions: which images are labelled, which client owns them ------------------------------------------------
 
 def partition(labels, clients, alpha, per_class, kind="official", seed=0):
-    """Split off the labelled images of each class, then share labelled and unlabelled images among the clients.
+    """Split off per_class labelled images of each class, then share these and the others among the clients.
 
-    labels (N,). per_class: labelled images of each class. kind: `official_shares`, the published protocol, in which the
-    class mixes of a client's labelled and unlabelled images differ, or `dirichlet_shares`. Smaller alpha is more skewed;
-    inf is i.i.d. seed 0: the published split. Returns (labelled, unlabelled), two lists with one index array a client:
-    every image has one owner. A client ends up empty only with "dirichlet", or with fewer images than clients.
+    kind: see official_shares and dirichlet_shares; in the former the class mixes of a client's labelled and unlabelled
+    images differ. Smaller alpha is more skewed, inf is i.i.d.; seed 0: the published split. Returns (labelled,
+    unlabelled), two lists with one index array a client: every image has one owner.
     """
     labels = np.asarray(labels)
     if clients > len(labels):
@@ -782,10 +755,9 @@ def partition(labels, clients, alpha, per_class, kind="official", seed=0):
 def official_shares(class_members, clients, alpha, seed):
     """The published protocol: not one Dirichlet draw over all clients, but two-way draws inside i.i.d. slices.
 
-    The shuffled images are cut into clients/2 slices. In each slice every class is divided between two parts with
-    Dir(alpha, alpha); a part that already holds half of the slice gets nothing more; a slice is drawn again until
-    both parts hold a quarter of it (at most 1,000 times: the cut that follows evens out the sizes in any case).
-    The parts, end to end, are cut into equal shares. alpha inf: each class in equal consecutive shares, nothing drawn.
+    The shuffled images are cut into clients/2 slices. In each, every class is divided between two parts with
+    Dir(alpha, alpha); a part that already holds half of the slice gets nothing more; all is drawn again until both
+    hold a quarter of it, at most 1,000 times. The parts, end to end, are cut into equal shares: no client is empty.
     """
     if math.isinf(alpha):
         shares = np.arange(1, clients) / clients
@@ -818,8 +790,7 @@ def official_shares(class_members, clients, alpha, seed):
 def dirichlet_shares(class_members, clients, alpha, seed):
     """Textbook: each class is divided over all clients by one draw from Dir(alpha, ..., alpha) (Hsu et al. 2019).
 
-    The draw depends on the seed alone: a client's labelled and unlabelled images get the same shares of each class.
-    No minimum size and so no retry: a client can come out empty; it then sits its rounds out with weight 0.
+    A client's labelled and unlabelled images get the same shares. It can come out empty: it then has weight 0.
     """
     if math.isinf(alpha):                                    # the limit: dealt out like cards, one class after another
         return [np.concatenate(class_members)[client::clients] for client in range(clients)]
@@ -841,9 +812,8 @@ def deal(members, share):
 def clip_partition(train_labels, test_labels, clients, beta, kind="dirichlet", seed=0, shuffle=False):
     """Share training and test images among the clients: FedCoPL's published split, the same draws in the same order.
 
-    kind: "dirichlet" (smaller beta is more skewed, inf is i.i.d.), "quantity" or "iid". seed: 0 is the published split.
-    Returns (train, test), two lists with one index array a client: every image has one owner; a client may own no test
-    image.
+    kind: "dirichlet" (smaller beta is more skewed), "quantity" or "iid". Returns (train, test), two lists with one index
+    array a client: every image has one owner; a client may own no test image.
     """
     sets = [np.asarray(train_labels), np.asarray(test_labels)]
     classes = 1 + max(int(labels.max()) for labels in sets)
@@ -865,9 +835,8 @@ def skewed_shares(members, clients, beta, random_state, tries=200):
     """Each class is divided by one draw from Dir(beta, ..., beta) over the clients, the same for training and test.
 
     In either set a client that holds its even share already gets nothing more, so the two mixes can part. All is drawn
-    again until each client owns 10 training images (fewer if there are not enough); the published settings need few
-    tries. After `tries`, the largest client hands images to the smallest. The test set has no such condition, and
-    neither has beta inf: equal parts of each class, made slightly uneven by the floats' rounding.
+    again until each client owns 10 training images (fewer if there are not enough); after `tries`, the largest hands
+    images to the smallest. beta inf: equal parts of each class, slightly uneven by the floats' rounding.
     """
     even = math.isinf(beta)
     total = [sum(map(len, of_set)) for of_set in members]
@@ -896,9 +865,9 @@ def skewed_shares(members, clients, beta, random_state, tries=200):
 def quantity_shares(members, clients, random_state, shuffle):
     """Each client holds ceil(C / 5) classes: a class goes to the first fifth of the clients that still have room.
 
-    All receivers but the last get a uniform number of its images, consecutive ones as published or shuffled, from a K-th
-    of the even share to that share; the last gets the rest. Training and test numbers are drawn apart. Some numbers of
-    classes and clients leave a client without any class (the official program then stops): it owns nothing.
+    All receivers but the last get a uniform number of its images, consecutive ones as published or shuffled, from a
+    K-th of the even share to that share; the last gets the rest. Some numbers of classes and clients leave a client
+    without any class (the official program then stops): it owns nothing.
     """
     classes = len(members[0])
     room = np.full(clients, math.ceil(classes / min(clients, 5)))            # fewer than 5 clients: more than a fifth
@@ -917,10 +886,9 @@ def quantity_shares(members, clients, random_state, shuffle):
 
 
 # ---- Augmentation --------------------------------------------------------------------------------------------------
-# FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and its appendix, on whole batches. Pure functions of tensors:
-# the random numbers come in as uniform float32 draws in [0, 1), one row per image, made by the caller on the host, so one
-# (seed, round, client) gives the same views on every device. Shapes are fixed, and nothing waits for the host.
-# Letters: n images, S side in pixels; images are (n, 3, S, S) uint8, levels 0 .. 255.
+# FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and its appendix, on whole batches of (n, 3, S, S) uint8.
+# Random numbers come in as uniform float32 draws in [0, 1), one row an image, made by the caller on the host: one (seed,
+# round, client) gives the same views on every device. Shapes are fixed, and nothing waits for the host.
 WEAK_DRAWS = 3      # columns of `draws`: flip, shift down, shift right
 STRONG_DRAWS = 13   # those 3 for its own weak view, (operation, level, apply?, sign) twice, cutout centre down, right
 OPERATIONS = ("AutoContrast", "Brightness", "Color", "Contrast", "Equalize", "Identity", "Posterize", "Rotate",
@@ -929,11 +897,7 @@ MAX_LEVEL = 10      # full strength, and m of RandAugment: the level itself is d
 
 
 def weak_view(images, draws, flip=True):
-    """T_w: horizontal flip with p = 1/2 (if `flip`), reflect-pad by S // 8 (4 at S = 32), random S x S crop.
-
-    images (n, 3, S, S) uint8, draws (n, 3) -> (n, 3, S, S) uint8. Shift s puts the crop's corner at s of the padded
-    image, so s = S // 8 leaves the image where it is.
-    """
+    """T_w: horizontal flip with p = 1/2 (if `flip`), reflect-pad by S // 8, random S x S crop; draws (n, 3)."""
     side, pad = images.shape[-1], images.shape[-1] // 8
     pixel = torch.arange(side, device=images.device)
 
@@ -949,10 +913,9 @@ def weak_view(images, draws, flip=True):
 
 
 def strong_view(images, draws, flip=True):
-    """T_s: own flip and crop, then RandAugment with n = 2 operations at m = 10, then cutout.
+    """T_s: own flip and crop, then RandAugment with n = 2 operations at m = 10, then cutout; draws (n, 13).
 
-    images (n, 3, S, S) uint8, draws (n, 13) -> (n, 3, S, S) uint8. Each operation is drawn with replacement, at a
-    level uniform in 1 .. 9, and happens with probability 1/2; otherwise it is Identity.
+    Each operation is drawn with replacement, at a level uniform in 1 .. 9, and happens with probability 1/2.
     """
     images = weak_view(images, draws[:, :WEAK_DRAWS], flip)
     for op_draw, level_draw, apply_draw, sign_draw in (draws[:, 3:7].unbind(1), draws[:, 7:11].unbind(1)):
@@ -1048,8 +1011,7 @@ def affine(images, chosen, level):
 def cutout(images, draws):
     """Grey (127) square of S // 2 pixels around a uniform centre, always; draws (n, 2): centre down, right.
 
-    It starts at the pixel floor(max(0, draw * S - S / 4)), so it moves inwards at the top and left edge, and is cut
-    off at the bottom and right one.
+    It moves inwards at the top and left edge, and is cut off at the bottom and right one.
     """
     side = images.shape[-1]
     size = side // 2

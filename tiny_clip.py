@@ -137,9 +137,9 @@ def glyph_batches():
 
 def biased_part(labels, share, rng):
     """Of each class's first share a part: all of one random class, a tenth of another, evenly in between."""
-    kept, labels = common.first_share(labels, share).numpy(), np.asarray(labels)
     parts = rng.permutation(np.linspace(0.1, 1, int(labels.max()) + 1))
-    members = [kept[labels[kept] == label] for label in range(len(parts))]
+    members = [np.flatnonzero(np.asarray(labels) == label) for label in range(len(parts))]
+    members = [own[:math.ceil(share * len(own) - 1e-9)] for own in members]      # what common.chosen_images leaves out
     return np.concatenate([own[:max(1, round(part * len(own)))] for own, part in zip(members, parts)])
 
 
@@ -240,7 +240,8 @@ def find_source(source, data_dir):
 def load(source, data_dir="data"):
     """The images on which the source's model is meant to be used, 32 x 32: the digits for glyphs, else its own."""
     name, folder = find_source(source, data_dir)
-    return common.load_dataset("digits" if name == "glyphs" else name, folder or data_dir, SIDE, clip=True)
+    data = common.load_dataset("digits" if name == "glyphs" else name, folder or data_dir, SIDE, clip=True)
+    return common.cache_images(data, math.inf)
 
 
 def make(source="glyphs", data_dir="data", seed=0, share=0.2, steps=None, batch_size=128, lr=1e-3, device="auto",

@@ -294,8 +294,7 @@ def prepare_data(args, tokenizer, side, stats, recipes):
 
     All that can be refused is refused before the images are decoded; training images never are.
     """
-    source = common.load_dataset(args.dataset, args.data_dir, side, args.train_subset, clip=True,
-                                 skip_share=args.skip_share, memory_gb=0)
+    source = common.load_dataset(args.dataset, args.data_dir, side, args.train_subset, True, args.skip_share)
     names, labels = source.class_names, (source.train_labels, source.test_labels)
     refuse_cut_texts(tokenizer, names, recipes)
     # DIFF-6 the published split does not depend on the seed of a run; --split-seed gives others.

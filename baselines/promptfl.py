@@ -706,8 +706,7 @@ def prepare_data(args, clip, side):
 
     All that can be refused is refused before the images are decoded.
     """
-    source = common.load_dataset(args.dataset, args.data_dir, side, args.train_subset, clip=True,
-                                 skip_share=args.skip_share, memory_gb=0)
+    source = common.load_dataset(args.dataset, args.data_dir, side, args.train_subset, True, args.skip_share)
     names, labels = source.class_names, (source.train_labels, source.test_labels)
     zero_shot = clip.text_input([args.template.replace("{}", name) for name in names], 0, names)
     text = clip.text_input([f"{name}." for name in names], args.text_prompts, names)

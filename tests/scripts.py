@@ -168,6 +168,11 @@ MINI_CONFIG = {
 }
 
 
+def load_images(*args, memory_gb=math.inf, **kwargs):
+    """A Dataset with its images prepared."""
+    return common.cache_images(common.load_dataset(*args, **kwargs), memory_gb)
+
+
 @lru_cache
 def mini_clip():
     """A folder with mini.json and mini.pt: random weights, made once, whose answers spread over the digits.
@@ -180,7 +185,7 @@ def mini_clip():
     open_clip.add_model_config(folder / "mini.json")
     torch.manual_seed(0)
     clip = open_clip.create_model("mini").eval()
-    images = common.load_dataset("digits", "data", 16, 200, clip=True).train_images
+    images = load_images("digits", "data", 16, 200, clip=True).train_images
     texts = open_clip.get_tokenizer("mini")([f"a photo of a {digit}" for digit in range(10)])
     with torch.no_grad():
         clip.logit_scale.fill_(math.log(100))

@@ -12,7 +12,7 @@ import open_clip
 import plain_clip
 import pytest
 import torch
-from scripts import ROOT, Method, Program, checkpoint, equal, load, mini_clip, rows
+from scripts import ROOT, Method, Program, checkpoint, equal, load, load_images, mini_clip, rows
 from scripts import method as find_method
 from test_bad_input import complaint, write_tree
 
@@ -100,7 +100,7 @@ def test_figures_are_those_of_fedcopl(tmp_path, flags):
 def test_the_split_goes_by_the_training_images_that_are_left(tmp_path):
     flags = ["--dataset", "digits", "--model", METHOD.short[-3], "--pretrained", METHOD.short[-1], "--clients", "4"]
     clip_zeroshot.main([*flags, "--skip-share", "0.3", "--out-dir", str(tmp_path), "--run-name", "run"])
-    data = common.load_dataset("digits", "data", 16, clip=True, skip_share=0.3, memory_gb=0)
+    data = load_images("digits", "data", 16, clip=True, skip_share=0.3)
     parts = common.clip_partition(data.train_labels, data.test_labels, 4, 0.1)
     for kind, part in zip(("train", "test"), parts):
         assert [row[kind] for row in read(tmp_path / "run" / "clients.csv")] == [str(len(own)) for own in part]
@@ -109,8 +109,8 @@ def test_the_split_goes_by_the_training_images_that_are_left(tmp_path):
 def test_both_recipes_against_a_plain_loop(tmp_path):
     """Towers in the plainest form, unit length before and after the mean, one cosine at a time."""
     folder, (clip, tokenizer, side, stats) = train(tmp_path, "--ensemble", "simple"), load_mini()
-    data, names = common.load_dataset("digits", "data", side, clip=True), [str(digit) for digit in range(10)]
-    few = common.load_dataset("digits", "data", side, 200, clip=True)
+    data, names = load_images("digits", "data", side, clip=True), [str(digit) for digit in range(10)]
+    few = load_images("digits", "data", side, 200, clip=True)
     owned = common.clip_partition(few.train_labels, data.test_labels, CLIENTS, 0.1)[1]
     recipes = {"": ["a photo of a {}".format], "ensemble_": open_clip.SIMPLE_IMAGENET_TEMPLATES}
     with torch.no_grad():

@@ -18,12 +18,13 @@ import pytest
 import torch
 from PIL import Image
 from scipy.io import savemat
+from scripts import load_images
 from scripts import method as find_method
 from torchvision.datasets import FashionMNIST, Flowers102
 from torchvision.transforms import functional
 
 import common
-from common import UserError, load_dataset
+from common import UserError
 
 DAMAGED = b"damaged"                                                # in a file: its MD5 sum is wrong
 NAMES = [name for name in common.DATASETS if name != "digits"]
@@ -49,9 +50,9 @@ def net(monkeypatch):
 
 
 def refused(*args, **kwargs):
-    """The message of the UserError that load_dataset raises: always one line."""
+    """The message of the UserError that loading raises: always one line."""
     with pytest.raises(UserError) as caught:
-        load_dataset(*args, **kwargs)
+        load_images(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -183,7 +184,7 @@ def test_originals_in_their_official_split(name, tmp_path, monkeypatch, net):
     side, before = splits[0][0].shape[1], snapshot(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for data_dir in (root, tmp_path, root / ORIGINALS[name][1].split("/")[0], f"~/{name}"):
-        data = load_dataset(name, data_dir, side, memory_gb=0.001)
+        data = load_images(name, data_dir, side, memory_gb=0.001)
         check(data, classes, splits)
     assert data.source == "original files" and snapshot(tmp_path) == before and net.asked == []
 
@@ -200,7 +201,7 @@ def test_archives_by_hand_and_downloads(name, tmp_path, net):
     (data_dir / file).write_bytes(whole[address])
     for net.content, asked in ((whole, {own for _, own in others}), ({}, set())):
         before, net.asked = snapshot(tmp_path), []
-        check(load_dataset(name, data_dir, side), classes, splits)
+        check(load_images(name, data_dir, side), classes, splits)
         assert set(net.asked) == asked
     assert snapshot(tmp_path) == before
 
@@ -272,7 +273,7 @@ def test_image_folders_in_place_of_the_originals(name, tmp_path):
     classes = sorted(["Zebra", "ant", *(f"class {i}" for i in range(count))][:count])
     write_tree(tmp_path / name, classes)
     for data_dir in (tmp_path, tmp_path / name) if name != "folder" else (tmp_path / name,):
-        data = load_dataset(name, data_dir, 8)
+        data = load_images(name, data_dir, 8)
         assert data.class_names == classes and classes[0] == "Zebra" and data.source == "image folders"
         for images, labels, blue in ((*data[:2], 0), (*data[2:4], 255)):
             assert labels.tolist() == images[:, 0, 3, 5].tolist() == sorted([*range(count)] * 2)
@@ -287,10 +288,10 @@ def test_originals_come_first_then_the_named_folder(tmp_path):
     """Fails if another set that lies in data_dir is taken in place of the one that is asked for."""
     write_tree(tmp_path, [f"mine {i}" for i in range(10)])
     write_tree(tmp_path / "cifar10", [f"named {i}" for i in range(10)])
-    assert load_dataset("cifar10", tmp_path, 8).class_names[0] == "named 0"
+    assert load_images("cifar10", tmp_path, 8).class_names[0] == "named 0"
     forge_cifar(tmp_path, "cifar10")
-    assert load_dataset("cifar10", tmp_path, 8).source == "original files"
-    assert load_dataset("folder", tmp_path, 8).class_names[0] == "mine 0"
+    assert load_images("cifar10", tmp_path, 8).source == "original files"
+    assert load_images("folder", tmp_path, 8).class_names[0] == "mine 0"
 
 
 def test_hidden_and_other_files_are_overlooked(tmp_path):
@@ -301,7 +302,7 @@ def test_hidden_and_other_files_are_overlooked(tmp_path):
                      "cat/notes.txt", "dog/.ipynb_checkpoints/a.png", "loose.png"):
             (tmp_path / split / file).parent.mkdir(exist_ok=True)
             (tmp_path / split / file).write_bytes(b"no image")
-    data = load_dataset("folder", tmp_path, 8)
+    data = load_images("folder", tmp_path, 8)
     assert data.class_names == ["cat", "dog"]
     assert data.train_labels.tolist() == data.test_labels.tolist() == [0, 0, 1, 1]
 
@@ -368,7 +369,7 @@ def test_image_modes(ending, image, expected, options, clip, tmp_path):
     if expected is None:
         assert f"cannot read {path} (ValueError" in refused("folder", tmp_path, 2, clip=clip)
     else:
-        assert load_dataset("folder", tmp_path, 2, clip=clip).train_images[-1, :, 0].T.tolist() == expected
+        assert load_images("folder", tmp_path, 2, clip=clip).train_images[-1, :, 0].T.tolist() == expected
 
 
 @pytest.mark.parametrize("side", [16, 24, 56])
@@ -379,7 +380,7 @@ def test_resize_and_crop_are_those_of_torchvision_and_of_open_clip(clip, side, t
     wide_tall_grey_square = [colours(0, *shape) for shape in ((23, 37, 3), (40, 9, 3), (30, 31), (24, 24, 3))]
     save_images(tmp_path / "train" / "cat", ["000.png", "001.png", "2.png", "3.png"], wide_tall_grey_square)
     of_open_clip = open_clip.image_transform(side, is_train=False, mean=(0,) * 3, std=(1,) * 3)
-    data = load_dataset("folder", tmp_path, side, clip=clip)
+    data = load_images("folder", tmp_path, side, clip=clip)
     for picture, prepared in zip(wide_tall_grey_square, data.train_images):
         expected = of_open_clip(Image.fromarray(picture)).mul(255).round().byte()
         if not clip:
@@ -408,7 +409,7 @@ def test_prompt_names_are_those_of_grip_and_never_two_alike(tmp_path):
     words = common.prompt_names("eurosat", list("ABCDEFGHIJ"))      # of HerbaceousVegetation, Pasture and SeaLake:
     assert (words[2], words[5], words[9]) == ("brushland or shrubland", "pasture land", "lake or sea")
     write_tree(tmp_path, ["01_red_fox", "02_RedFox"])
-    assert load_dataset("folder", tmp_path, 8).class_names == ["01_red_fox", "02_RedFox"]
+    assert load_images("folder", tmp_path, 8).class_names == ["01_red_fox", "02_RedFox"]
     message = refused("folder", tmp_path, 8, clip=True)
     assert "01_red_fox and 02_RedFox" in message and "'Red Fox'" in message
 
@@ -420,7 +421,7 @@ def test_digits_and_their_split():
     images = np.uint8(np.round(grey.reshape(-1, 8, 8) * 255 / 16))
     by_class = [i for digit in range(10) for i in range(len(labels)) if labels[i] == digit]
     test, train = sorted(by_class[4::5]), sorted({*by_class} - {*by_class[4::5]})
-    data = load_dataset("digits", "nowhere", 8)
+    data = load_images("digits", "nowhere", 8)
     check(data, "0123456789", [(images[split], labels[split]) for split in (train, test)])
     found = len(train), len(test), data.source, common.fingerprint(data)
     assert found == (1438, 359, "embedded", "af9bb8fe4f445f52")
@@ -428,7 +429,7 @@ def test_digits_and_their_split():
 
 def test_train_subset_is_balanced_spread_and_in_order():
     """Fails if the subset is of other classes, of the first images alone, or touches the test set."""
-    full, part = (load_dataset("digits", "nowhere", 8, subset) for subset in (None, 103))
+    full, part = (load_images("digits", "nowhere", 8, subset) for subset in (None, 103))
     expected = []
     for label, count in zip(range(10), [11] * 3 + [10] * 7):        # the first classes take the remainder
         own = np.flatnonzero(full.train_labels == label)
@@ -446,14 +447,14 @@ def test_skip_share_leaves_out_the_first_of_each_class_and_comes_before_the_subs
         (tmp_path / "train" / "dog" / f"00{i}.png").unlink()
     for share, kept in ((0, [0, 10, 20, 30, 0, 10]), (0.24, [10, 20, 30, 10]), (0.25, [10, 20, 30, 10]),
                         (0.26, [20, 30, 10]), (0.5, [20, 30, 10])):
-        data = load_dataset("folder", tmp_path, 8, skip_share=share)
+        data = load_images("folder", tmp_path, 8, skip_share=share)
         assert greens(data.train_images) == kept and len(data.test_labels) == 8
         assert data.train_labels.tolist() == data.train_images[:, 0, 0, 0].tolist()
-    assert greens(load_dataset("folder", tmp_path, 8, 2, skip_share=0.5).train_images) == [20, 10]
-    assert "--train-subset 4: 2 images of class dog" in refused("folder", tmp_path, 8, 4, skip_share=0.5)
+    assert greens(load_images("folder", tmp_path, 8, 2, skip_share=0.5).train_images) == [20, 10]
+    assert "--train-subset 4: 2 training images of class dog" in refused("folder", tmp_path, 8, 4, skip_share=0.5)
     assert "--skip-share 0.51" in refused("folder", tmp_path, 8, skip_share=0.51)      # no dog would be left
-    assert common.first_share(torch.tensor([1, 0, 1, 0, 1]), 0.5).tolist() == [0, 1, 2]
-    assert common.first_share(torch.zeros(100), 0.07).tolist() == list(range(7))       # 0.07 * 100 > 7 in floats
+    assert common.chosen_images(torch.tensor([1, 0, 1, 0, 1]), "ab", None, 0.5).tolist() == [3, 4]
+    assert common.chosen_images(torch.zeros(100), "a", None, 0.07).tolist() == list(range(7, 100))  # 0.07 * 100 > 7
 
 
 # ---- sets larger than memory, and what the semi-supervised scripts get ----------------------------------------------
@@ -463,7 +464,7 @@ def test_skip_share_leaves_out_the_first_of_each_class_and_comes_before_the_subs
 def test_images_prepared_when_asked_for_equal_the_cached_ones(name, clip, tmp_path):
     """Fails if any way of indexing gives other images than the same index of the tensor."""
     write_tree(tmp_path, ["cat", "cow", "dog"], per_class=20)
-    cached, lazy = (load_dataset(name, tmp_path, 20, 30, clip, 0.25, gb) for gb in (float("inf"), 1e-6))
+    cached, lazy = (load_images(name, tmp_path, 20, 30, clip, 0.25, memory_gb=gb) for gb in (np.inf, 0))
     for full, part in ((cached.train_images, lazy.train_images), (cached.test_images, lazy.test_images)):
         assert isinstance(full, torch.Tensor) and isinstance(part, common.Images) and len(part) == len(full)
         assert (part.shape, part.dtype, part.device) == (full.shape, full.dtype, full.device)
@@ -481,16 +482,16 @@ def test_cache_is_bounded_and_what_is_not_cached_is_not_read(tmp_path, monkeypat
     write_tree(tmp_path, ["cat", "dog"], per_class=4)               # 8 + 8 images of 3 x 16 x 16 bytes
     image = 3 * 16 * 16 / 2 ** 30
     for images, subset, kind in ((16, None, torch.Tensor), (15, None, common.Images), (12, 4, torch.Tensor)):
-        data = load_dataset("folder", tmp_path, 16, subset, memory_gb=images * image)
+        data = load_images("folder", tmp_path, 16, subset, memory_gb=images * image)
         assert isinstance(data.train_images, kind) and isinstance(data.test_images, kind)
-    lazy = load_dataset("folder", tmp_path, 16, memory_gb=0)
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 8, "SC_PAGE_SIZE": 4096}.get)  # half of 8 pages of 4 KiB hold 16 images, not 24
+    lazy = common.load_dataset("folder", tmp_path, 16)
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 8, "SC_PAGE_SIZE": 4096}.get)  # half of it holds 16 images
     assert isinstance(common.cache_images(lazy).train_images, torch.Tensor)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")                     # two processes share them
     assert common.cache_images(lazy) is lazy
     for name in ("cat/001.png", "cat/003.png", "dog/001.png", "dog/003.png"):
         (tmp_path / "train" / name).write_bytes(b"broken")
-    assert greens(load_dataset("folder", tmp_path, 16, 4).train_images) == [0, 20, 0, 20]
+    assert greens(load_images("folder", tmp_path, 16, 4).train_images) == [0, 20, 0, 20]
     assert greens(lazy.train_images[[4, 6]]) == [0, 20]
     with pytest.raises(UserError, match="dog/001.png"):
         lazy.train_images[4:6]
@@ -500,7 +501,7 @@ def test_fingerprint_goes_by_images_and_labels_alone(tmp_path):
     """Fails if a resumed run would refuse the same data from other files, or take other data for them."""
     write_tree(tmp_path / "a", ["cat", "dog"])
     write_tree(tmp_path / "b", ["cow", "pig"], ending=".bmp")
-    data, same = (load_dataset("folder", tmp_path / place, 8) for place in "ab")
+    data, same = (load_images("folder", tmp_path / place, 8) for place in "ab")
     assert common.fingerprint(data) == common.fingerprint(same)
     for name in data._fields[:4]:
         other = getattr(data, name).clone()
@@ -521,14 +522,13 @@ def test_semi_supervised_data():
     """Fails if an image has two owners or none, or if images, labels, statistics or tables are not the data set's."""
     flags = "--train-subset 500 --label-ratio 0.2 --clients 4 --image-size 8 --alpha 0.5"
     args = find_method("baselines/fedavg.py").module.parse_args(flags.split())
-    plain, data = load_dataset("digits", "nowhere", 8, 500), common.semi_supervised_data(args, torch.device("cpu"))
+    plain, data = load_images("digits", "nowhere", 8, 500), common.semi_supervised_data(args, torch.device("cpu"))
     for own, wanted in zip((data.images, data.labels, data.test_images, data.test_labels), plain):
         assert torch.equal(own, wanted)
     assert sorted(np.concatenate(data.labelled + data.unlabelled).tolist()) == list(range(500))
     assert np.bincount(data.labels[np.concatenate(data.labelled)]).tolist() == [10] * 10
-    for kind, table in data.counts().items():
-        wanted = [[int((data.labels[own] == label).sum()) for label in range(10)] for own in getattr(data, kind)]
-        assert table.tolist() == wanted and len(wanted) == 4
+    for kind, (labels, parts) in data.owned().items():
+        assert parts is getattr(data, kind) and len(parts) == 4 and labels.tolist() == data.labels.tolist()
     assert data.pool(1).tolist() == [*data.unlabelled[1], *data.labelled[1]]
     assert data.stats == common.channel_stats(plain.train_images) and data.class_names == list("0123456789")
     assert data.facts == {"data_source": "embedded", "data_fingerprint": common.fingerprint(plain)}

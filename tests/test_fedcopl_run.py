@@ -14,7 +14,8 @@ import open_clip
 import plain_clip
 import pytest
 import torch
-from scripts import MINI_CONFIG, ROOT, Program, checkpoint, equal, labels_table, mini_clip, rows, same_run
+from scripts import (MINI_CONFIG, ROOT, Program, checkpoint, equal, labels_table, load_images, mini_clip, rows,
+                     same_run)
 from scripts import method as find_method
 from test_bad_input import complaint, write_tree
 from worlds import one_class_labels
@@ -244,7 +245,7 @@ def test_skipped_share_leaves_the_first_images_of_each_class_out(tmp_path, monke
     seen = watched(monkeypatch)
     for share in (0, 0.2):
         train(tmp_path, "--skip-share", share, "--train-subset", 1000, "--rounds", 1, name=f"share{share}")
-    whole = common.load_dataset("digits", "data", 16, clip=True)
+    whole = load_images("digits", "data", 16, clip=True)
     for share, data in zip((0, 0.2), seen):
         for c in range(CLASSES):
             of_class = whole.train_images[whole.train_labels == c]
@@ -390,7 +391,7 @@ def test_zero_shot_and_final_accuracy_with_open_clip_and_plain_prompts(tmp_path)
     """summary.json has what open_clip's own model answers; the last row what the prompts of the checkpoint answer."""
     folder = train(tmp_path, "--rounds", 3)
     model, tokenizer = stock_clip()
-    data = common.load_dataset("digits", "data", 16, 200, clip=True)
+    data = load_images("digits", "data", 16, 200, clip=True)
     test = common.clip_partition(data.train_labels, data.test_labels, CLIENTS, 0.1)[1]
     images = common.normalise(data.test_images, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
     with torch.no_grad():

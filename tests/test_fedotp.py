@@ -7,7 +7,7 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import checkpoint, equal, mini_clip, rows
+from scripts import checkpoint, equal, load_images, mini_clip, rows
 from scripts import method as find_method
 from worlds import one_class_labels
 
@@ -216,7 +216,7 @@ def test_patch_features_are_those_of_open_clip(clip):
 
 
 def test_features_of_this_ranks_clients_alone(clip):
-    data = common.load_dataset("digits", "data", 16, 200, clip=True)
+    data = load_images("digits", "data", 16, 200, clip=True)
     parts = [np.split(np.random.default_rng(0).permutation(n), [0, 9, 60]) for n in (200, 359)]
     stats = (0.5,) * 3, (0.3,) * 3
     own = fedotp.encode_data(clip, data, parts, [0, 2], 16, stats, torch.device("cpu"))

@@ -9,7 +9,7 @@ import open_clip
 import plain_clip
 import pytest
 import torch
-from scripts import checkpoint, equal, labels_table, rows, same_run
+from scripts import checkpoint, equal, labels_table, load_images, rows, same_run
 from scripts import method as find_method
 from test_fedcopl_maths import slow_selection
 from test_fedcopl_run import CLASSES, CLIENTS, WIDTH, stock_clip
@@ -40,7 +40,7 @@ def plain_features(images):
 @lru_cache
 def digits():
     """The data of the short runs: Dataset, training and test images of each client."""
-    data = common.load_dataset("digits", "data", 16, 200, clip=True)
+    data = load_images("digits", "data", 16, 200, clip=True)
     return data, *common.clip_partition(data.train_labels, data.test_labels, CLIENTS, 0.1)
 
 

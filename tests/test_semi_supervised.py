@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from scripts import HEADLINES, PLUG_IN, SEMI_SUPERVISED, checkpoint, equal, n_bytes, rows, state
+from scripts import HEADLINES, PLUG_IN, SEMI_SUPERVISED, checkpoint, equal, load_images, n_bytes, rows, state
 from scripts import method as find_method
 from worlds import cut, step_of, update, world
 
@@ -349,7 +349,7 @@ def test_accuracy_after_loading_equals_the_one_logged(method, run_once):
     saved, model = checkpoint(folder), state(folder)
     if "psi" in saved:                                                     # FedMatch's model is a sum
         model = method.module.joint(model, method.module.without_small(saved["psi"], 5e-6))
-    data = common.load_dataset("digits", "data", 8, 200)
+    data = load_images("digits", "data", 8, 200)
     heads = {"heads": True} if "feat_proj.weight" in model else {}
     net = method.module.ResNet8(10, 8, **heads).to(memory_format=torch.channels_last)
     stats = common.channel_stats(data.train_images)
