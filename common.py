@@ -1,6 +1,6 @@
 """What every method script shares: command line, process ranks, run folder, data, partitions, augmentation.
 
-What a reader would look for in a paper is in the scripts: losses, pseudo-labels, the local loop, aggregation, evaluation.
+What a reader looks for in a paper is in the scripts: losses, pseudo-labels, the local loop, aggregation, evaluation.
 """
 
 import argparse
@@ -103,12 +103,9 @@ class Parser(argparse.ArgumentParser):
         self.data.add_argument("--flip", action=switch, default=None, help="mirror images at random [preset]")
         add = self.federation.add_argument
         add("--clients-per-round", type=number(int, 1), help="M [preset]")
-        add("--alpha", type=concentration, default=0.1,
-            help="Dirichlet concentration: smaller is more skewed, inf is i.i.d. [0.1; paper 0.1, 0.5, 1]")
-        add("--partition", choices=("official", "dirichlet"), default="official",
-            help="the published protocol of ProxyFL and SAGE, or a textbook draw over all clients [official]")
-        add("--label-ratio", type=number(float, 1e-9, 1), default=0.1,
-            help="labelled share of each class; of 4,600 a class for SVHN, as the code [0.1; Table 6: 0.2]")
+        add("--alpha", type=concentration, default=0.1, help="Dirichlet concentration; inf: i.i.d. [0.1; also 0.5, 1]")
+        add("--partition", choices=("official", "dirichlet"), default="official", help="published, textbook [official]")
+        add("--label-ratio", type=number(float, 1e-9, 1), default=0.1, help="labelled share [0.1; Table 6: 0.2]")
         add = self.optimiser.add_argument
         if "mu" in self.presets["digits"]:
             add("--mu", type=number(int, 1), help="U = mu * B unlabelled images a step [preset]")
@@ -117,14 +114,12 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def parse(self, argv=None, more=lambda args: {}):
-        """The settings, checked; flags left at None get the preset's value, or that of more(args).
-
-        The run's name holds all that differs from the defaults and can change figures, so ablations never collide.
-        """
+        """The settings, checked; flags left at None get the preset's value, or that of more(args)."""
         args = self.parse_args(argv)
         preset = self.presets[args.dataset] | more(args)
         if args.clients and "clients_per_round" in preset:
             preset["clients_per_round"] = min(args.clients, preset["clients_per_round"])
+        # the run's name holds all that differs from the defaults and can change figures: ablations never collide
         split = [f"{name[0]}{value:g}" for name, value in vars(args).items() if name in ("alpha", "beta")]
         words = [Path(self.prog).stem, args.dataset, *split, f"s{args.seed}"]
         for name, value in vars(args).items():
@@ -157,9 +152,8 @@ def stream(seed, *names):
 def to_device(array, device):
     """An array or tensor on the device; from the host to a GPU through pinned memory, without waiting for the copy."""
     tensor = torch.as_tensor(array)
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    pin = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=pin)
 
 
 def launch(main):
@@ -202,10 +196,7 @@ def choose_device(text, local_rank=0):
 
 
 class Ranks:
-    """The processes that torchrun started, or the only one; they share the clients of a round among themselves.
-
-    What they exchange travels as CPU tensors over gloo: megabytes a round, against minutes of training.
-    """
+    """The processes that torchrun started, or the only one; they share the clients of a round among themselves."""
 
     def __init__(self, args):
         self.world = int(os.environ.get("WORLD_SIZE", 1))
@@ -218,11 +209,10 @@ class Ranks:
 
     def first_then_others(self, function):
         """Call function() in the first process of each machine (it may download), then in the others."""
-        self._exchange(dist.barrier)                     # all are connected: a failure from here on is seen by all
         for turn in (True, False):
+            self._exchange(dist.barrier)                 # all are connected: a failure from here on is seen by all
             if turn == self.first_here:
                 result = function()
-            self._exchange(dist.barrier)
         return result
 
     def mine(self, items):
@@ -250,7 +240,7 @@ class Ranks:
         if self.world == 1:
             return
         try:
-            if not dist.is_initialized():
+            if not dist.is_initialized():                # CPU tensors: megabytes a round, against minutes of training
                 dist.init_process_group("gloo", timeout=timedelta(hours=1))
             operation(*args)
         except RuntimeError as error:
@@ -328,24 +318,18 @@ class Run:
         except FileExistsError:                          # of two starts of one name the second to come here is refused
             raise UserError(f"{self.path} exists: another run of this name has begun meanwhile") from None
         self._write("config.json", json.dumps(config, indent=1))
-        columns = {kind: own.sum(1) for kind, own in counts.items()}
+        columns = {"client": range(self.settings["clients"])} | {kind: own.sum(1) for kind, own in counts.items()}
         columns |= {f"{kind}_{name}": own[:, c] for kind, own in counts.items() for c, name in enumerate(class_names)}
-        self.write_table("clients.csv", [{"client": client} | dict(zip(columns, numbers))
-                                         for client, numbers in enumerate(zip(*columns.values()))])
+        self.write_table("clients.csv", [dict(zip(columns, numbers)) for numbers in zip(*columns.values())])
         for source in (self.script, Path(__file__)):     # the code as it ran
             if source.suffix == ".py" and source.is_file():
                 self._write(source.name, source.read_bytes())
         self._write_rounds()
         print(" ".join(f"{key}={value}" for key, value in self.settings.items()))
         print(*(f"{key} {config[key]}" for key in config if key != "settings"), f"ranks {self.ranks.world}", sep=" | ")
-        few = len(class_names) <= 12
-        print("client", *(f"{kind} images, {'by class' if few else 'classes there'}" for kind in counts), sep=" | ")
-        for client, own in enumerate(list(zip(*counts.values()))[:20]):
-            print(f"{client:6d}", *(f"{n.sum():5d}: " + " ".join(f"{k:4d}" for k in (n if few else [(n > 0).sum()]))
-                                    for n in own), sep=" | ")
         for kind, own in counts.items():
-            if not own.sum(1).all():
-                print(f"{(own.sum(1) == 0).sum()} of {len(own)} clients own no {kind} image")
+            print(f"{kind} images by client (rows, the first) and class (columns); {(own.sum(1) == 0).sum()} of "
+                  f"{len(own)} clients own no {kind} image", own[:20], sep="\n")
 
     def rounds(self):
         """The rounds still to do, each timed up to save(). Ends with curves.png and a summary."""
@@ -358,8 +342,8 @@ class Run:
             self._plot()
             end = self.summary()
             print(f"final {end['final_acc_pct']:.2f} % | mean of the last {min(10, end['rounds'])} rounds "
-                  f"{end['mean_last10_acc_pct']:.2f} % | best on the test set, no headline: {end['best_acc_pct']:.2f} % "
-                  f"in round {end['best_round']} | {end['seconds']:.0f} s | {self.path}")
+                  f"{end['mean_last10_acc_pct']:.2f} % | best on the test set, no headline: {end['best_acc_pct']:.2f} %"
+                  f" in round {end['best_round']} | {end['seconds']:.0f} s | {self.path}")
 
     def save(self, row, state):
         """End a round: its row, {column: number or None}, and in tensors all that a resumed run needs; rank 0 alone."""
@@ -420,8 +404,8 @@ class Run:
             for name in filter(re.compile(pattern).fullmatch, self.rows[0]):
                 values = np.array([row[name] for row in self.rows], dtype=float)            # None becomes NaN: a gap
                 axes.plot(range(1, len(values) + 1), values, label=name)
+                axes.legend(fontsize="small")
             axes.set(ylabel=title, xlabel="round")
-            axes.legend(fontsize="small")
         figure.savefig(file, format="png")
         self._write("curves.png", file.getvalue())
 
@@ -652,14 +636,11 @@ def load_dataset(name, data_dir, side, train_subset=None, clip=False, skip_share
 
 
 def chosen_images(labels, class_names, n=None, skip_share=0.0):
-    """Sorted indices of n training images: equally many of each class (the first take the remainder), evenly spaced.
-
-    n None: all. The first ceil(skip_share * size) of each class are left out before, as tiny_clip.py has seen them.
-    """
+    """Sorted indices of n training images (None: all), evenly spaced in each class; the first take the remainder."""
     chosen = []
     for label, name in enumerate(class_names):
         own = (labels == label).nonzero().flatten()
-        own = own[math.ceil(skip_share * len(own) - 1e-9):]                 # 0.07 * 100 > 7 in floats
+        own = own[math.ceil(skip_share * len(own) - 1e-9):]     # tiny_clip.py has seen these; 0.07 * 100 > 7 in floats
         wanted = len(own) if n is None else n // len(class_names) + (label < n % len(class_names))
         if not 1 <= wanted <= len(own):
             flags = f"--train-subset {n}" if len(own) else f"--skip-share {skip_share}"
@@ -719,8 +700,7 @@ class FederatedData(NamedTuple):    # of a semi-supervised run, all clients' dat
 
 def semi_supervised_data(args, device):
     """Load, split and place the data of a semi-supervised run."""
-    data = load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset)
-    data = cache_images(data, math.inf)
+    data = cache_images(load_dataset(args.dataset, args.data_dir, args.image_size, args.train_subset), math.inf)
     labels = data.train_labels.numpy()
     per_class = np.bincount(labels, minlength=len(data.class_names))
     if args.dataset == "svhn" and per_class.min() >= 4600:
@@ -788,13 +768,10 @@ def official_shares(class_members, clients, alpha, seed):
 
 
 def dirichlet_shares(class_members, clients, alpha, seed):
-    """Textbook: each class is divided over all clients by one draw from Dir(alpha, ..., alpha) (Hsu et al. 2019).
-
-    A client's labelled and unlabelled images get the same shares. It can come out empty: it then has weight 0.
-    """
+    """Textbook (Hsu et al. 2019): one draw from Dir(alpha, ..., alpha) divides each class; a client can be empty."""
     if math.isinf(alpha):                                    # the limit: dealt out like cards, one class after another
         return [np.concatenate(class_members)[client::clients] for client in range(clients)]
-    rng = stream(seed, "dirichlet")
+    rng = stream(seed, "dirichlet")                          # labelled and unlabelled images get the same shares
     draws = [rng.dirichlet(np.full(clients, alpha)) for _ in class_members]
     return _by_client(np.split(own, np.round(np.cumsum(share)[:-1] * len(own)).astype(int))
                       for own, share in zip(class_members, draws))
@@ -812,8 +789,8 @@ def deal(members, share):
 def clip_partition(train_labels, test_labels, clients, beta, kind="dirichlet", seed=0, shuffle=False):
     """Share training and test images among the clients: FedCoPL's published split, the same draws in the same order.
 
-    kind: "dirichlet" (smaller beta is more skewed), "quantity" or "iid". Returns (train, test), two lists with one index
-    array a client: every image has one owner; a client may own no test image.
+    kind: "dirichlet" (smaller beta is more skewed), "quantity" or "iid". Returns (train, test), two lists with one
+    index array a client: every image has one owner; a client may own no test image.
     """
     sets = [np.asarray(train_labels), np.asarray(test_labels)]
     classes = 1 + max(int(labels.max()) for labels in sets)
@@ -825,9 +802,8 @@ def clip_partition(train_labels, test_labels, clients, beta, kind="dirichlet", s
     if kind == "quantity":
         return quantity_shares(members, clients, random_state, shuffle)
     owned = skewed_shares(members, clients, math.inf if kind == "iid" else beta, random_state)
-    for of_client in zip(*owned):
-        for images in of_client:
-            random_state.shuffle(images)
+    for images in sum(zip(*owned), ()):                      # a client's training images, then its test images
+        random_state.shuffle(images)
     return owned
 
 
@@ -887,8 +863,8 @@ def quantity_shares(members, clients, random_state, shuffle):
 
 # ---- Augmentation --------------------------------------------------------------------------------------------------
 # FixMatch (Sohn et al., NeurIPS 2020, arXiv v2), Sec. 2.3 and its appendix, on whole batches of (n, 3, S, S) uint8.
-# Random numbers come in as uniform float32 draws in [0, 1), one row an image, made by the caller on the host: one (seed,
-# round, client) gives the same views on every device. Shapes are fixed, and nothing waits for the host.
+# Random numbers come in as uniform float32 draws in [0, 1), one row an image, made by the caller on the host: a seed,
+# round and client give the same views on every device. Shapes are fixed, and nothing waits for the host.
 WEAK_DRAWS = 3      # columns of `draws`: flip, shift down, shift right
 STRONG_DRAWS = 13   # those 3 for its own weak view, (operation, level, apply?, sign) twice, cutout centre down, right
 OPERATIONS = ("AutoContrast", "Brightness", "Color", "Contrast", "Equalize", "Identity", "Posterize", "Rotate",
@@ -913,11 +889,9 @@ def weak_view(images, draws, flip=True):
 
 
 def strong_view(images, draws, flip=True):
-    """T_s: own flip and crop, then RandAugment with n = 2 operations at m = 10, then cutout; draws (n, 13).
-
-    Each operation is drawn with replacement, at a level uniform in 1 .. 9, and happens with probability 1/2.
-    """
+    """T_s: own flip and crop, then RandAugment with n = 2 operations at m = 10, then cutout; draws (n, 13)."""
     images = weak_view(images, draws[:, :WEAK_DRAWS], flip)
+    # an operation is drawn with replacement, at a level uniform in 1 .. 9, and happens with probability 1/2
     for op_draw, level_draw, apply_draw, sign_draw in (draws[:, 3:7].unbind(1), draws[:, 7:11].unbind(1)):
         op = (op_draw * len(OPERATIONS)).long().masked_fill(apply_draw >= 0.5, OPERATIONS.index("Identity"))
         level = 1 + (level_draw * (MAX_LEVEL - 1)).long()
@@ -958,8 +932,7 @@ def lookup(images, chosen, level):
     value = torch.arange(256, dtype=torch.int32, device=images.device)              # (256,), the identity's table
     level = level.int().view(-1, 1, 1)                                              # (n, 1, 1)
 
-    # AutoContrast: stretch low .. high to 0 .. 255. In float64 (which MPS lacks) and in this order as Pillow, whose
-    # `high` may become 254
+    # AutoContrast: stretch low .. high to 0 .. 255, in float64 (MPS has none) and this order as Pillow: 254 can be top
     span = (high - low).clamp(min=1).to(torch.float32 if images.device.type == "mps" else torch.float64)
     scale = torch.full_like(span, 255) / span
     stretched = (value * scale - low * scale).clamp(0, 255).int().where(high > low, value)
@@ -985,8 +958,8 @@ def lookup(images, chosen, level):
 def source_pixels(side, device):
     """Where each geometric operation at each level takes its pixels from, as Pillow does: (5 * 19, S * S) int32.
 
-    Rows: Rotate by 3 level degrees, ShearX, ShearY by 0.03 level, TranslateX, TranslateY by 0.03 level S pixels (towards
-    0), each for levels -9 .. 9. Numbers count the pixels from 1, row by row; 0 is black.
+    Rows: Rotate by 3 level degrees, ShearX, ShearY by 0.03 level, TranslateX, TranslateY by 0.03 level S pixels
+    (towards 0), each for levels -9 .. 9. Numbers count the pixels from 1, row by row; 0 is black.
     """
     numbers = Image.fromarray(np.arange(1, side * side + 1, dtype=np.int32).reshape(side, side))
     levels = range(1 - MAX_LEVEL, MAX_LEVEL)
@@ -1009,13 +982,11 @@ def affine(images, chosen, level):
 
 
 def cutout(images, draws):
-    """Grey (127) square of S // 2 pixels around a uniform centre, always; draws (n, 2): centre down, right.
-
-    It moves inwards at the top and left edge, and is cut off at the bottom and right one.
-    """
+    """Grey (127) square of S // 2 pixels around a uniform centre, always; draws (n, 2): centre down, right."""
     side = images.shape[-1]
     size = side // 2
     pixel = torch.arange(side, device=images.device)
+    # at the top and left edge it moves inwards, at the bottom and right one it is cut off
     first = (draws * side - size / 2).clamp(min=0).floor()[:, :, None]              # (n, 2, 1)
     inside = (pixel >= first) & (pixel < first + size)                              # (n, 2, S)
     return images.masked_fill((inside[:, 0, :, None] & inside[:, 1, None, :])[:, None], 127)

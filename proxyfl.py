@@ -47,9 +47,9 @@ PRESETS = {
     "digits": PAPER | dict(rounds=30, gpt_epochs=100, batch_size=16, width=16, image_size=8, flip=False),  # ours: quick
 }
 count, real = common.number(int, 0), common.number(float, 0)
-# Where paper and released code differ; DIFF-n is the n-th row. flag: (values, paper, code, ours, what it is about). Ours
-# None: --variant says which column is the default. Values None: a flag of common.py. Measured are --variant as a whole
-# and DIFF-7; the effect of each other row alone is not.
+# Where paper and released code differ; DIFF-n is the n-th row. flag: (values, paper, code, ours, what it is about).
+# Ours None: --variant says which column is the default. Values None: a flag of common.py. Measured are --variant as a
+# whole and DIFF-7; the effect of each other row alone is not.
 DIFFS = {
     "gpt_contrast": (("locals", "globals"), "locals", "globals", None,
         "Eq. 2 lets all proxies of a client compete for one global proxy; the code all global ones for a client's"),

@@ -33,7 +33,7 @@ _prepared, _tokenizer = {}, lru_cache(lambda name, config: _get_tokenizer(name))
 
 
 def _prepare_once(images, index):
-    if not (images.clip and isinstance(images.source, np.ndarray) and isinstance(index, slice) and index == slice(None)):
+    if not (images.clip and isinstance(images.source, np.ndarray) and type(index) is slice and index == slice(None)):
         return _prepare(images, index)
     key = images.shape, images.source.tobytes()
     if key not in _prepared:

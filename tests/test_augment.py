@@ -161,7 +161,8 @@ def test_draws_choose_operations_independently(monkeypatch):
     seen, n = [], 20000
 
     def note(images, chosen, level):
-        seen.append(torch.stack([torch.stack([chosen[name] for name in OPS]).int().argmax(0), level.abs(), level.sign()]))
+        operation = torch.stack([chosen[name] for name in OPS]).int().argmax(0)
+        seen.append(torch.stack([operation, level.abs(), level.sign()]))
         return images
 
     monkeypatch.setattr(common, "affine", note)

@@ -263,9 +263,9 @@ def test_resume_lists_each_changed_setting(method, run_once):
         if name not in common.Run.FREE | {"model", "pretrained"}:  # files may move, see test_fedcopl_run.py
             message = complaint(method, folder.parent, "--run-name", "run", "--resume", *flags)
             assert f"--{name.replace('_', '-')} {before} -> {after}" in message, message
-    many = ["--rounds", 3, "--seed", 7, "--lr", 0.123]  # more rounds alone are allowed
+    many = ["--rounds", 3, "--seed", 7, "--lr", 0.123]  # more rounds are allowed
     message = complaint(method, folder.parent, "--run-name", "run", "--resume", *many)
-    assert all(change in message for change in ("--rounds 2 -> 3", "--seed 1 -> 7", "--lr 0.1 -> 0.123"))
+    assert " --lr 0.1 -> 0.123; " in message and message.endswith("; --seed 1 -> 7; --rounds may grow")
     assert "--rounds 2 -> 1" in complaint(method, folder.parent, "--run-name", "run", "--resume", "--rounds", 1)
 
 

@@ -319,7 +319,7 @@ def test_alone_in_an_empty_folder(tmp_path):
     tables = {f"{table}.csv" for table in ("clients", "rounds", "accuracy_by_client", "accuracy_by_class")}
     others = {"config.json", "summary.json", "checkpoint.pt", "curves.png", "common.py", name}
     assert {path.name for path in folder.iterdir()} == tables | others
-    for said in ("ensemble=simple", "open_clip", "client | train images", "ensemble simple, 7 t"):
+    for said in ("ensemble=simple", "open_clip", "train images by client", "ensemble simple, 7 t"):
         assert said in done.stdout
     figures = (
         f"{float(row['client_acc_mean_pct']):.2f} % mean over clients, {float(row['pooled_acc_pct']):.2f} % of all")

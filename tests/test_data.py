@@ -436,7 +436,8 @@ def test_train_subset_is_balanced_spread_and_in_order():
         expected += [own[k * len(own) // count] for k in range(count)]
     for whole, kept, index in zip(full[:4], part, (sorted(expected), sorted(expected), slice(None), slice(None))):
         assert torch.equal(kept, whole[index])
-    for subset, words in ((9, "0 images of class 9"), (1439, "144 images of class 0, expected 1 to 143")):
+    for subset, words in ((9, "0 training images of class 9, expected 1 to 14"),
+                          (1439, "144 training images of class 0, expected 1 to 143")):
         assert f"--train-subset {subset}: {words}" in refused("digits", "nowhere", 8, subset)
 
 
