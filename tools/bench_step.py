@@ -296,3 +296,17 @@ def main(argv=None):
         if value is not None and any(name in more for _, more in METHODS.values()) and name not in defaults:
             parser.error(f"--{name.replace('_', '-')} is not for --method {options.method}")
     vars(options).update({name: value for name, value in defaults.items() if getattr(options, name) is None})
+    device = common.choose_device(options.device)
+    machine = {"device": common.environment(device)["device"], "torch": torch.__version__}
+    for row in map(machine.__or__, bench(options, device)):
+        print(" | ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        if options.csv:
+            with open(options.csv, "a", newline="") as file:
+                writer = csv.DictWriter(file, row)
+                if not file.tell():
+                    writer.writeheader()
+                writer.writerow(row)
+
+
+if __name__ == "__main__":
+    common.launch(main)

@@ -5,7 +5,7 @@
 # fails, a benchmark fails or finds a host synchronisation inside a client's training, or no round was completed. No
 # download: the data are those in ./data, or a packed copy.
 #
-#   bash tests/gpu_check.sh [PACK]      # PACK: folder with cifar10_jpeg.npz and unpack_cifar10.py; default: use ./data
+#   bash tools/gpu_check.sh [PACK]      # PACK: folder with cifar10_jpeg.npz and unpack_cifar10.py; default: use ./data
 #
 # CSVs go to $OUT, or to results/gpu where OUT is unset. SECONDS_TO_TRAIN (default 90) bounds ProxyFL's training.
 set -uo pipefail
@@ -25,17 +25,17 @@ status=0
 python3 -m pytest -q tests/test_augment.py tests/test_proxyfl_maths.py tests/test_fedcopl_maths.py > "$out/pytest.txt" 2>&1 || status=1
 tail -n 3 "$out/pytest.txt"
 for flags in "--no-amp --no-compile" "--amp --no-compile" "--no-amp --compile" "--amp --compile"; do
-  timeout 60 python3 tests/bench_step.py --device "$device" ${BENCH_FLAGS:---steps 19} $flags --csv "$out/bench_step.csv" ||
+  timeout 60 python3 tools/bench_step.py --device "$device" ${BENCH_FLAGS:---steps 19} $flags --csv "$out/bench_step.csv" ||
     { echo "bench_step $flags: failed"; status=1; }
 done
 # bfloat16 in the towers alone; label passes, features, logits and losses are float32
 for flags in "--no-amp" "--amp"; do
-  timeout 60 python3 tests/bench_step.py --method fedcopl --device "$device" ${CLIP_FLAGS:---steps 10} $flags \
+  timeout 60 python3 tools/bench_step.py --method fedcopl --device "$device" ${CLIP_FLAGS:---steps 10} $flags \
     --csv "$out/bench_clip.csv" || { echo "bench_step fedcopl $flags: failed"; status=1; }
 done
-timeout 90 python3 tests/bench_step.py --method baselines --device "$device" ${BASELINE_FLAGS:---repeats 1} \
+timeout 90 python3 tools/bench_step.py --method baselines --device "$device" ${BASELINE_FLAGS:---repeats 1} \
   --csv "$out/bench_baselines.csv" || { echo "bench_step baselines: failed"; status=1; }
-timeout 60 python3 tests/bench_step.py --method clip-baselines --device "$device" ${CLIP_FLAGS:---steps 10} \
+timeout 60 python3 tools/bench_step.py --method clip-baselines --device "$device" ${CLIP_FLAGS:---steps 10} \
   --csv "$out/bench_clip_baselines.csv" || { echo "bench_step clip-baselines: failed"; status=1; }
 grep -q "found (" "$out/bench_step.csv" "$out/bench_clip.csv" && status=1
 timeout 150 python3 fedcopl.py --device "$device" --data-dir "$work" --out-dir "$work/runs" --run-name digits --rounds 2 \
