@@ -91,10 +91,8 @@ def test_diff_tags_and_flags_agree_between_script_and_readme(script, capsys):
     assert set(re.findall(r"DIFF-\d+", source)) <= set(listed)
     for tag, flag in listed.items():                         # a spot, beside the docstring; partitions are in common.py
         assert len(re.findall(rf"{tag}\b", source)) > (script != "proxyfl.py") or flag == "--partition", tag
-    in_readme = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text)) - {
-        "--nproc-per-node",
-        "--method",
-    }  # of torchrun and bench_step.py
+    in_readme = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text))
+    in_readme -= {"--nproc-per-node", "--method", "--from"}  # of torchrun and tools/
     assert in_readme <= flags, in_readme - flags
 
 
