@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
         text = "_".join(words)
         name = re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII)
         if name != text or len(name) > 200:              # what was lost still tells runs apart
-            name = f"{name[:190]}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+            name = f"{name[:190]}_{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
         args.run_name = args.run_name or name
         if getattr(args, "clients_per_round", 0) > args.clients:
             self.error(f"--clients-per-round {args.clients_per_round} is more than --clients {args.clients}")

@@ -302,7 +302,7 @@ def test_default_name_tells_runs_apart(method):
     assert name("--lr", 0.25, "--split-seed", 3).endswith("_s1_split-seed-3_lr-0.25")
 
 
-TEMPLATES = ["a {}", "a-{}", "a ({})", "x" * 300 + " {}", "x" * 301 + " {}", "è" * 150 + " {}"]
+TEMPLATES = ["a {}", "a-{}", "a ({})", "x" * 300 + " {}", "x" * 301 + " {}", "è" * 150 + " {}", "caf\udce9 {}"]  # the last: no UTF-8
 
 
 def test_names_of_texts_that_no_file_could_have(tmp_path):
