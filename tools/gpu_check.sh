@@ -22,11 +22,12 @@ if [ $# -gt 0 ]; then
   data=$work
 fi
 status=0
-python3 -m pytest -q tests/test_augment.py tests/test_proxyfl_maths.py tests/test_fedcopl_maths.py > "$out/pytest.txt" 2>&1 || status=1
+python3 -m pytest -q tests/test_augment.py tests/test_proxyfl_maths.py tests/test_fedcopl_maths.py \
+  > "$out/pytest.txt" 2>&1 || status=1
 tail -n 3 "$out/pytest.txt"
 for flags in "--no-amp --no-compile" "--amp --no-compile" "--no-amp --compile" "--amp --compile"; do
-  timeout 60 python3 tools/bench_step.py --device "$device" ${BENCH_FLAGS:---steps 19} $flags --csv "$out/bench_step.csv" ||
-    { echo "bench_step $flags: failed"; status=1; }
+  timeout 60 python3 tools/bench_step.py --device "$device" ${BENCH_FLAGS:---steps 19} $flags \
+    --csv "$out/bench_step.csv" || { echo "bench_step $flags: failed"; status=1; }
 done
 # bfloat16 in the towers alone; label passes, features, logits and losses are float32
 for flags in "--no-amp" "--amp"; do
@@ -38,12 +39,12 @@ timeout 90 python3 tools/bench_step.py --method baselines --device "$device" ${B
 timeout 60 python3 tools/bench_step.py --method clip-baselines --device "$device" ${CLIP_FLAGS:---steps 10} \
   --csv "$out/bench_clip_baselines.csv" || { echo "bench_step clip-baselines: failed"; status=1; }
 grep -q "found (" "$out/bench_step.csv" "$out/bench_clip.csv" && status=1
-timeout 150 python3 fedcopl.py --device "$device" --data-dir "$work" --out-dir "$work/runs" --run-name digits --rounds 2 \
-  > "$out/fedcopl.log" 2>&1 || status=1
+timeout 150 python3 fedcopl.py --device "$device" --data-dir "$work" --out-dir "$work/runs" --run-name digits \
+  --rounds 2 > "$out/fedcopl.log" 2>&1 || status=1
 cp "$work/runs/digits/rounds.csv" "$out/fedcopl_rounds.csv" || status=1
 # The termination ends the round in progress; the run folder keeps all complete ones.
-timeout -k 20 "${SECONDS_TO_TRAIN:-90}" python3 proxyfl.py --dataset cifar10 --alpha 0.1 --data-dir "$data" --device "$device" \
-  --out-dir "$work/runs" --run-name cifar10 ${TRAIN_FLAGS:-} > "$out/train.log" 2>&1
+timeout -k 20 "${SECONDS_TO_TRAIN:-90}" python3 proxyfl.py --dataset cifar10 --alpha 0.1 --data-dir "$data" \
+  --device "$device" --out-dir "$work/runs" --run-name cifar10 ${TRAIN_FLAGS:-} > "$out/train.log" 2>&1
 for file in config.json rounds.csv summary.json; do cp "$work/runs/cifar10/$file" "$out/cifar10_$file" || status=1; done
 sed -i "s#$work#.#g" "$out/train.log" "$out/fedcopl.log" "$out/cifar10_config.json"
 echo "== step benchmark"
